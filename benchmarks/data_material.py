@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor, LlavaConfig
 from benchmarks.material import Sample
 from benchmarks.shapes import SPECIAL, chat_tokenizer, make_hf_folder
 from llava_mcore.data.prepare.prepare_source import prepare
-from llava_mcore.data.prepare.shard_plan import Counting, Options, Source
+from llava_mcore.data.prepare.shard_plan import Counting, Options, SourcePaths
 
 TEXTS = (datasets.load_iris, datasets.load_wine, datasets.load_breast_cancer, datasets.load_diabetes)
 TOKENS_PER_WORD = 1.75
@@ -118,5 +118,5 @@ class Silent:
 
 def prepare_shards(source: Path, folder: Path, hf_dir: Path) -> Path:
     """Prepare shards as a user does: with the tokenizer of training."""
-    prepare(Source((source,)), folder, Options(rows_per_shard=500, counting=Counting(hf_dir)), Silent())
+    prepare(SourcePaths((source,)), folder, Options(rows_per_shard=500, counting=Counting(hf_dir)), Silent())
     return folder

@@ -116,7 +116,7 @@ def timed(
     """Return seconds and tokens of all prompts with the cache."""
     start = time.perf_counter()
     fields = architecture_of(model.hf).fields
-    found = {x.number: x.tokens for x in generate([model], groups, iter(prompts), settings, fields, num_rows=num_rows)}
+    found = {x.index: x.tokens for x in generate([model], groups, iter(prompts), settings, fields, num_rows=num_rows)}
     return time.perf_counter() - start, [found[number] for number in range(len(prompts))]
 
 

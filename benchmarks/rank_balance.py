@@ -24,7 +24,7 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets, load_assets
 from llava_mcore.data.loading.loader import TrainLoader
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
-from llava_mcore.training.batch_counts import Counts, count
+from llava_mcore.training.batch_counts import StepCounts, count
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def steps_of_rank(args: argparse.Namespace, path: Path, assets: Assets, rank: int) -> list[Counts]:
+def steps_of_rank(args: argparse.Namespace, path: Path, assets: Assets, rank: int) -> list[StepCounts]:
     """Return what a rank trains on in each step."""
     data = DataConfig(path=path, packing=True, seq_length=args.seq_length, num_workers=1)
     loader = TrainLoader(
@@ -69,7 +69,7 @@ def steps_of_rank(args: argparse.Namespace, path: Path, assets: Assets, rank: in
         loader.close()
 
 
-def row_of(args: argparse.Namespace, hf: PretrainedConfig, ranks: list[list[Counts]]) -> dict[str, Any]:
+def row_of(args: argparse.Namespace, hf: PretrainedConfig, ranks: list[list[StepCounts]]) -> dict[str, Any]:
     """Return the spread over ranks, and how full the packs are."""
     trained = TrainedParts(vision_model=not args.frozen_tower)
     work = [[Workload(x.num_tokens, x.num_pairs, x.media) for x in rank] for rank in ranks]

@@ -16,7 +16,7 @@ from benchmarks.peer_model import Reshard
 from benchmarks.runs import run_command
 from benchmarks.train_step_rows import Entry
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
-from llava_mcore.training.batch_counts import Counts
+from llava_mcore.training.batch_counts import StepCounts
 
 ENVIRONMENT = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -49,7 +49,7 @@ def peer(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     trained = TrainedParts(vision_model=args.train_vision)
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     for line in lines[args.warm_up :]:
-        counts = Counts(**{field.name: int(line[field.name]) for field in fields(Counts)})
+        counts = StepCounts(**{field.name: int(line[field.name]) for field in fields(StepCounts)})
         work = Workload(counts.num_tokens, counts.num_pairs, counts.media, int(line["num_trained"]))
         flops, seconds = model_flops(hf, work, trained).total, line["step_seconds"]
         entry.steps.append(

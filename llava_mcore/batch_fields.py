@@ -40,7 +40,7 @@ class Field:
         if not values:
             return torch.empty([0, *(n or 0 for n in self.item_shape)], dtype=self.dtypes[0])
         if self.index_of is not None:
-            values = [value + number for value, number in zip(values, before, strict=True)]
+            values = [value + offset for value, offset in zip(values, before, strict=True)]
         return torch.from_numpy(np.concatenate(values)).to(self.dtypes[0])
 
 

@@ -52,9 +52,9 @@ class TrainingError(LlavaMcoreError):
     exit_code = 3
 
 
-def problems(title: str, found: Iterable[str]) -> str:
+def problems(title: str, entries: Iterable[str]) -> str:
     """Return one message that lists every problem on an indented line."""
-    lines = [f"  - {line}".replace("\n", "\n    ") for line in found]
+    lines = [f"  - {line}".replace("\n", "\n    ") for line in entries]
     return "\n".join([f"{title} ({len(lines)} problem{'s' if len(lines) != 1 else ''}):", *lines])
 
 

@@ -28,10 +28,10 @@ def set_up(rank: int) -> None:
     """Send our own messages to stdout; libraries only log errors."""
     handler = _Console(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
-    ours = logging.getLogger("llava_mcore")
-    ours.handlers[:] = [handler]
-    ours.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    ours.propagate = False
+    package_logger = logging.getLogger("llava_mcore")
+    package_logger.handlers[:] = [handler]
+    package_logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    package_logger.propagate = False
     threading.excepthook = _thread_failed
     quiet_libraries()
 
@@ -60,11 +60,11 @@ def prepare_streams() -> None:
     Closed streams are opened on /dev/null; otherwise the next file to be opened would get their number and the output.
     Characters that the console cannot encode, such as undecodable bytes of file names, are printed as escapes.
     """
-    number = os.open(os.devnull, os.O_RDWR)
-    while number <= 2:
-        os.set_inheritable(number, True)
-        number = os.open(os.devnull, os.O_RDWR)
-    os.close(number)
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
     for stream in (sys.stdout, sys.stderr):

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from llava_mcore.adapters.adapter_record import Base, holds_adapters, read_base, read_plans
 from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import plan_of_folder
-from llava_mcore.adapters.targets import LoraPlan, own_parameters, plan_from_config, trained_parameters
+from llava_mcore.adapters.targets import LoraSettings, own_parameters, plan_from_config, trained_parameters
 from llava_mcore.checkpoint.layout import RUN_FILE, latest_checkpoint
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.sections.adapter import AdapterConfig
@@ -19,19 +19,19 @@ from llava_mcore.errors import ConfigError, problems
 
 
 @dataclass(frozen=True)
-class Adaptation:
+class AdapterSetup:
     """A run's adapters.
 
     `plans`: the trained one first. `folders`: PEFT folders that adapters begin with, by name. `trained`: for every
-    parameter of the model itself, by its Megatron name, whether it is trained. `own`: see `own_parameters`.
+    parameter of the model itself, by its Megatron name, whether it is trained. `own_names`: see `own_parameters`.
     `checkpoint`: holds the adapters' weights, if they come from one.
     """
 
-    plans: tuple[LoraPlan, ...]
+    plans: tuple[LoraSettings, ...]
     layers: ModelLayers
     base: Base
     trained: Mapping[str, bool]
-    own: frozenset[str]
+    own_names: frozenset[str]
     folders: Mapping[str, Path]
     checkpoint: Path | None = None
 
@@ -39,7 +39,8 @@ class Adaptation:
     def trained_parts(self) -> frozenset[str]:
         """Return the parts of which anything is trained, including by an adapter."""
         members = self.layers.members
-        return self.unfrozen_parts | {members[x].part for plan in self.plans if plan.is_trained for x in plan.ranks}
+        adapted = (x for plan in self.plans if plan.is_trained for x in plan.lora_ranks)
+        return self.unfrozen_parts | {members[x].part for x in adapted}
 
     @property
     def unfrozen_parts(self) -> frozenset[str]:
@@ -48,13 +49,15 @@ class Adaptation:
 
     def num_weights(self, part: str) -> int:
         """Return the weights of A and B of all adapters in a part."""
-        found = self.layers.members
-        return sum(r * found[x].width for plan in self.plans for x, r in plan.ranks.items() if found[x].part == part)
+        members = self.layers.members
+        return sum(
+            r * members[x].width for plan in self.plans for x, r in plan.lora_ranks.items() if members[x].part == part
+        )
 
 
-def adaptation_of(
+def adapter_setup_of(
     adapter: AdapterConfig, hf: PretrainedConfig, checkpoint: Path | None, load: Path | None
-) -> Adaptation | None:
+) -> AdapterSetup | None:
     """Return a run's adapters, or None if it trains without.
 
     Args:
@@ -90,10 +93,14 @@ def adaptation_of(
 
 
 def _adaptation(
-    plans: tuple[LoraPlan, ...], layers: ModelLayers, base: Base, folders: Mapping[str, Path], checkpoint: Path | None
-) -> Adaptation:
+    plans: tuple[LoraSettings, ...],
+    layers: ModelLayers,
+    base: Base,
+    folders: Mapping[str, Path],
+    checkpoint: Path | None,
+) -> AdapterSetup:
     trained = trained_parameters(plans[0], layers)
-    return Adaptation(plans, layers, base, trained, own_parameters(plans, layers), folders, checkpoint)
+    return AdapterSetup(plans, layers, base, trained, own_parameters(plans, layers), folders, checkpoint)
 
 
 def _check_settings(adapter: AdapterConfig, checkpoint: Path) -> None:
@@ -102,14 +109,16 @@ def _check_settings(adapter: AdapterConfig, checkpoint: Path) -> None:
     pairs = {
         key: (_shown(before, key), _shown(adapter, key)) for key in type(adapter).model_fields if key != "quantize"
     }
-    found = [f"adapter.{key}: it has {old}, this run asks for {new}" for key, (old, new) in pairs.items() if old != new]
-    if found:
+    mismatches = [
+        f"adapter.{key}: it has {old}, this run asks for {new}" for key, (old, new) in pairs.items() if old != new
+    ]
+    if mismatches:
         title = (
             f"{checkpoint} holds an adapter, and a run that starts from it continues that adapter: give the same "
             "settings, or export the adapter (export-hf) and name its folder with adapter.load, or merge it (export-hf "
             "--merge)"
         )
-        raise ConfigError(problems(title, found))
+        raise ConfigError(problems(title, mismatches))
 
 
 def _shown(adapter: AdapterConfig, key: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.adapters.linear_layers import ModelLayers
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.identity import is_of_import, weights_identity
 from llava_mcore.checkpoint.layout import is_iteration, iteration_folder, newest_iteration
@@ -37,23 +37,23 @@ class Base:
         """Whether the weights are those of an imported Hugging Face folder."""
         return is_of_import(self.identity)
 
-    def base_dir(self, given: Path | None) -> Path | None:
-        """Return `given`, which may be meant for another adapter: None if it does not hold these weights, and they are
-        still where they were."""
-        if given is None or not is_iteration(self.folder):
-            return given
-        return given if weights_identity(self._among(given)) == self.identity else None
+    def base_dir(self, base_dir: Path | None) -> Path | None:
+        """Return `base_dir`, which may be meant for another adapter: None if it does not hold these weights, and they
+        are still where they were."""
+        if base_dir is None or not is_iteration(self.folder):
+            return base_dir
+        return base_dir if weights_identity(self._among(base_dir)) == self.identity else None
 
-    def found_at(self, given: Path | None) -> Path:
-        """Return where these weights are: in a checkpoint of the folder `given`, or where they were.
+    def found_at(self, base_dir: Path | None) -> Path:
+        """Return where these weights are: in a checkpoint of the folder `base_dir`, or where they were.
 
         Args:
-            given: a folder of checkpoints, or one iteration's.
+            base_dir: a folder of checkpoints, or one iteration's.
 
         Raises:
             CheckpointError: they are not there, or other weights are.
         """
-        folder = self.folder if given is None else self._among(given)
+        folder = self.folder if base_dir is None else self._among(base_dir)
         if not is_iteration(folder):
             raise CheckpointError(
                 f"{folder}: the weights that the adapter was trained on are no longer there; say where with "
@@ -67,10 +67,10 @@ class Base:
             )
         return folder
 
-    def _among(self, given: Path) -> Path:
+    def _among(self, root: Path) -> Path:
         """Return the iteration of a folder that holds these weights; its newest if none does."""
-        newest = newest_iteration(given)
-        others = [iteration_folder(given, number) for number in reversed(iterations(given))]
+        newest = newest_iteration(root)
+        others = [iteration_folder(root, iteration) for iteration in reversed(iterations(root))]
         complete = [newest, *(folder for folder in others if is_iteration(folder))]
         return next((folder for folder in complete if weights_identity(folder) == self.identity), newest)
 
@@ -96,7 +96,7 @@ def check_base_dir(checkpoint: Path, base_dir: Path | None) -> None:
         raise ConfigError(f"{checkpoint} holds a whole model: --base-dir has no effect, omit it")
 
 
-def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraPlan], layers: ModelLayers) -> None:
+def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraSettings], layers: ModelLayers) -> None:
     """Write adapters.json."""
     content = {
         "format": _FORMAT,
@@ -106,7 +106,7 @@ def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraPlan], layers
     (checkpoint / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _plan_record(plan: LoraPlan, layers: ModelLayers) -> dict[str, Any]:
+def _plan_record(plan: LoraSettings, layers: ModelLayers) -> dict[str, Any]:
     members = layers.members
     return {
         "name": plan.name,
@@ -118,7 +118,7 @@ def _plan_record(plan: LoraPlan, layers: ModelLayers) -> dict[str, Any]:
         "modules_to_save": list(plan.modules_to_save),
         # By names that do not change with transformers' versions.
         "layers": {
-            f"{members[name].part}/{members[name].key}": [rank, plan.alphas[name]] for name, rank in plan.ranks.items()
+            f"{members[name].part}/{members[name].key}": [r, plan.alphas[name]] for name, r in plan.lora_ranks.items()
         },
     }
 
@@ -132,15 +132,15 @@ def read_base(checkpoint: Path) -> Base:
         raise _damaged(checkpoint, error) from error
 
 
-def read_plans(checkpoint: Path, layers: ModelLayers) -> tuple[LoraPlan, ...]:
+def read_plans(checkpoint: Path, layers: ModelLayers) -> tuple[LoraSettings, ...]:
     """Return a checkpoint's adapters. CheckpointError if adapters.json is damaged, or of another model."""
     content = _read(checkpoint)
     by_key = {f"{x.part}/{x.key}": name for name, x in layers.members.items()}
     try:
         return tuple(
-            LoraPlan(
+            LoraSettings(
                 name=str(x["name"]),
-                ranks={by_key[key]: int(rank) for key, (rank, _) in x["layers"].items()},
+                lora_ranks={by_key[key]: int(lora_rank) for key, (lora_rank, _) in x["layers"].items()},
                 alphas={by_key[key]: float(alpha) for key, (_, alpha) in x["layers"].items()},
                 dropout=float(x["dropout"]),
                 dora=bool(x["dora"]),

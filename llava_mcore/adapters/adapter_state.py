@@ -1,4 +1,4 @@
-"""What a run with adapters saves and loads: adapters, and the model's own parameters that belong to them."""
+"""The state that a run with adapters saves and loads: adapters, and the model's own parameters that belong to them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name
 
 
-def adapter_state(models: Sequence[VisionLanguageModel], own: Collection[str], *, is_loading: bool) -> ShardedStateDict:
-    """Return the sharded state of a rank's chunks without the frozen model. `own`: see `own_parameters`."""
-    found = {}
+def adapter_state(
+    models: Sequence[VisionLanguageModel], own_names: Collection[str], *, is_loading: bool
+) -> ShardedStateDict:
+    """Return the sharded state of a rank's chunks without the frozen model. `own_names`: see `own_parameters`."""
+    adapter_states = {}
     for (key, state), model in zip(model_state(models, is_loading=is_loading).items(), models, strict=True):
         names = (name for name, _ in model.named_parameters())
-        kept = {name for name in names if is_adapter(name) or whole_name(model, name) in own}
-        found[key] = each_layer_apart(
-            {name: x for name, x in state.items() if name in kept or name.endswith(EXTRA_STATE)}
+        saved_names = {name for name in names if is_adapter(name) or whole_name(model, name) in own_names}
+        adapter_states[key] = each_layer_apart(
+            {name: x for name, x in state.items() if name in saved_names or name.endswith(EXTRA_STATE)}
         )
-    return found
+    return adapter_states
 
 
-def load_adapters(models: Sequence[VisionLanguageModel], checkpoint: Path, own: Collection[str], rank: int) -> None:
+def load_adapters(
+    models: Sequence[VisionLanguageModel], checkpoint: Path, own_names: Collection[str], rank: int
+) -> None:
     """Fill adapters, and the model's own parameters that belong to them, from a checkpoint; a collective call.
 
     Raises:
         CheckpointError: it holds other ones.
     """
-    wanted = adapter_state(models, own, is_loading=True)
-    loaded = load_local(wanted, checkpoint, rank) if is_local(checkpoint) else load_state(wanted, checkpoint)
+    expected = adapter_state(models, own_names, is_loading=True)
+    loaded = load_local(expected, checkpoint, rank) if is_local(checkpoint) else load_state(expected, checkpoint)
     for i, model in enumerate(models):
         fill_model(model, loaded.get(f"model{i}", {}), partial=True)

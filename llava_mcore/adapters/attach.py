@@ -13,10 +13,10 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
 from llava_mcore.adapters.factors import new_factors, part_adapters
-from llava_mcore.adapters.linear_layers import WEIGHT, Linear, ModelLayers
+from llava_mcore.adapters.linear_layers import WEIGHT, MegatronLinear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.products import SharedMatrices
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 from llava_mcore.compat.frozen_linears import FrozenProduct, is_in_fp8
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.language.layers import NormedRowParallelLinear
@@ -28,7 +28,7 @@ _ATTACHED = "attached_adapters"
 
 def attach_adapters(
     model: VisionLanguageModel,
-    plans: Sequence[LoraPlan],
+    plans: Sequence[LoraSettings],
     layers: ModelLayers,
     *,
     tp_size: int,
@@ -43,7 +43,7 @@ def attach_adapters(
     here = linear_modules(model)
     memory, activations = SharedMatrices(), _activations(model)
     for linear in layers.linears:
-        chosen = [plan for plan in plans if any(member.name in plan.ranks for member in linear.members)]
+        chosen = [plan for plan in plans if any(member.name in plan.lora_ranks for member in linear.members)]
         if chosen and linear.name in here:
             module = here[linear.name]
             division = _division(model, module, linear, tp_size, tp_rank)
@@ -53,8 +53,8 @@ def attach_adapters(
 
 def _activations(model: VisionLanguageModel) -> dict[nn.Module, StatelessActivation]:
     """Return the activation functions that are modules, by the layers that read what they return."""
-    found = [x for x in model.modules() if isinstance(x, MLP) and isinstance(x.activation_func, StatelessActivation)]
-    return {mlp.linear_fc2: mlp.activation_func for mlp in found}
+    mlps = [x for x in model.modules() if isinstance(x, MLP) and isinstance(x.activation_func, StatelessActivation)]
+    return {mlp.linear_fc2: mlp.activation_func for mlp in mlps}
 
 
 def linear_modules(model: VisionLanguageModel) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _matrix(module: Any) -> Tensor:
     return weight.dequantize() if is_in_fp8(module) else weight
 
 
-def _division(model: VisionLanguageModel, module: Any, linear: Linear, tp_size: int, tp_rank: int) -> Division:
+def _division(model: VisionLanguageModel, module: Any, linear: MegatronLinear, tp_size: int, tp_rank: int) -> Division:
     if model.has_whole(linear.name):
         return Division(1, 0, linear.is_row_parallel, sequence_parallel=False, own_tokens=True)
     gathers = isinstance(module, ColumnParallelLinear) and module.gather_output and tp_size > 1
@@ -81,8 +81,8 @@ def _division(model: VisionLanguageModel, module: Any, linear: Linear, tp_size: 
 def _new_adapter(
     model: VisionLanguageModel,
     module: Any,
-    plan: LoraPlan,
-    linear: Linear,
+    plan: LoraSettings,
+    linear: MegatronLinear,
     division: Division,
     seed: int,
     memory: SharedMatrices,
@@ -92,23 +92,23 @@ def _new_adapter(
     layout, members = linear.blocks(division.tp_size)
     norms = layout.to_hf(_row_norms(weight, division)) if plan.dora else ()
     rows = [x.shape[0] for x in layout.to_hf(torch.empty(weight.shape[0], 1, device="meta"))]
-    found: dict[int, Factors] = {}
-    for number, member in enumerate(linear.members):
-        if member.name not in plan.ranks:
+    factors_by_member: dict[int, Factors] = {}
+    for index, member in enumerate(linear.members):
+        if member.name not in plan.lora_ranks:
             continue
-        own = [i for i, owner in enumerate(members) if owner == number]
-        found[number] = factors = new_factors(
+        own_blocks = [i for i, owner in enumerate(members) if owner == index]
+        factors_by_member[index] = factors = new_factors(
             weight,
-            plan.ranks[member.name],
+            plan.lora_ranks[member.name],
             member.inputs,
-            [rows[i] for i in own],
+            [rows[i] for i in own_blocks],
             division,
             seed=f"{seed} {plan.name} {member.part} {member.key}",
-            magnitudes=[norms[i] for i in own] if plan.dora else (),
+            magnitudes=[norms[i] for i in own_blocks] if plan.dora else (),
         )
         factors.requires_grad_(plan.is_trained)
         part_adapters(model.get_submodule(member.part)).add(plan.name, member.key, factors)
-    return LinearAdapter(plan, linear, division, found, rows, memory)
+    return LinearAdapter(plan, linear, division, factors_by_member, rows, memory)
 
 
 def _row_norms(weight: Tensor, division: Division) -> Tensor:
@@ -121,8 +121,8 @@ def _row_norms(weight: Tensor, division: Division) -> Tensor:
 
 def adapters_of(module: nn.Module) -> Sequence[LinearAdapter]:
     """Return the adapters that change a layer's output; their parameters are elsewhere in the model."""
-    found: Sequence[LinearAdapter] = vars(module).get(_ATTACHED, ())
-    return found
+    adapters: Sequence[LinearAdapter] = vars(module).get(_ATTACHED, ())
+    return adapters
 
 
 def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessActivation | None) -> None:
@@ -141,8 +141,8 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessA
         bias = _added_bias(module)
         remake = None if activation is None else partial(activation.forward, activated.pop())
         for adapter in adapters:
-            given = (x, output, bias, lambda: _matrix(module))
-            output = adapter(*given, training=module.training, remake=remake)
+            inputs = (x, output, bias, lambda: _matrix(module))
+            output = adapter(*inputs, training=module.training, remake=remake)
         return output
 
     if isinstance(module, NormedRowParallelLinear):

@@ -57,14 +57,14 @@ def part_adapters(part: nn.Module) -> Adapters:
     children = dict(part.named_children())
     if CHILD not in children:
         part.add_module(CHILD, Adapters())
-    found = part.get_submodule(CHILD)
-    assert isinstance(found, Adapters)
-    return found
+    adapters = part.get_submodule(CHILD)
+    assert isinstance(adapters, Adapters)
+    return adapters
 
 
 def new_factors(
     weight: Tensor,
-    rank: int,
+    lora_rank: int,
     inputs: int,
     rows: Sequence[int],
     division: Division,
@@ -87,13 +87,13 @@ def new_factors(
     num_inputs = num_local * division.tp_size if division.is_row_parallel else num_local
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     bound = inputs**-0.5  # kaiming_uniform_(a=sqrt(5)), as torch.nn.Linear's
-    full = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
+    full = torch.empty(lora_rank, inputs).uniform_(-bound, bound, generator=generator)
     full = F.pad(full, (0, num_inputs - inputs))
     if division.is_row_parallel:
         full = full[:, division.tp_rank * num_local :][:, :num_local]
     device = torch.device("cpu") if weight.is_meta else weight.device
     A = Parameter(full.to(device, weight.dtype))
-    B = [Parameter(torch.zeros(number, rank, dtype=weight.dtype, device=device)) for number in rows]
+    B = [Parameter(torch.zeros(num_rows, lora_rank, dtype=weight.dtype, device=device)) for num_rows in rows]
     lengths = [Parameter(torch.zeros_like(x, device=device) if x.is_meta else x.to(weight.dtype)) for x in magnitudes]
     outputs = None if division.is_row_parallel else 0
     _mark(A, 1 if division.is_row_parallel else None, division)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_mcore.compat.transformers import model_without_weights
-from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, PadColumns, PadParts, Regroup
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, TensorTransform
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
@@ -43,7 +43,7 @@ class HfLinear:
 
 
 @dataclass(frozen=True)
-class Linear:
+class MegatronLinear:
     """One of megatron-core's linear layers: `members` are those of Hugging Face that it holds, `name` is its own in the
     whole model."""
 
@@ -56,7 +56,7 @@ class Linear:
         """Whether ranks hold different inputs, not different outputs."""
         return self.entry.shard.dim == 1
 
-    def blocks(self, tp_size: int) -> tuple[Layout, tuple[int, ...]]:
+    def blocks(self, tp_size: int) -> tuple[TensorTransform, tuple[int, ...]]:
         """Return the blocks that make up one rank's rows, which ranks divide evenly, and each block's member."""
         layout = self.entry.layout
         if isinstance(layout, FuseQKV | Regroup):
@@ -81,14 +81,14 @@ class HfParameter:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """What adapters need to know about a model.
+    """The facts about a model that adapters need.
 
     `entries`: of the mapping table, under transformers' names. `module_names`: all of transformers' model. `unused`:
     parameters of transformers' model that do not change its output, such as those of tower layers after the feature
     layer, by all their names. `is_tied`: embedding and output layer are one.
     """
 
-    linears: tuple[Linear, ...]
+    linears: tuple[MegatronLinear, ...]
     parameters: tuple[HfParameter, ...]
     entries: Mapping[str, Entry]
     module_names: frozenset[str]
@@ -122,8 +122,8 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
     for name, entry in here.items():
         if not _may_be_linear(entry):
             continue
-        found = [x.removesuffix(WEIGHT) for x in entry.hf_names]
-        if not sizes.keys() >= set(found):
+        hf_modules = [x.removesuffix(WEIGHT) for x in entry.hf_names]
+        if not sizes.keys() >= set(hf_modules):
             continue  # a convolution, or a layer that transformers' model splits differently than its files
         linear = name.removesuffix(WEIGHT)
         part = linear.partition(".")[0]
@@ -135,9 +135,9 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
                 tuple(dict.fromkeys(style[name].hf_names[i].removesuffix(WEIGHT) for style in (usual, *styles))),
                 *sizes[hf_name],
             )
-            for i, hf_name in enumerate(found)
+            for i, hf_name in enumerate(hf_modules)
         )
-        linears.append(Linear(linear, entry, members))
+        linears.append(MegatronLinear(linear, entry, members))
     parameters = tuple(
         HfParameter(
             x,

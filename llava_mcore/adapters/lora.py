@@ -28,16 +28,16 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from llava_mcore.adapters.linear_layers import Linear
+from llava_mcore.adapters.linear_layers import MegatronLinear
 from llava_mcore.adapters.products import AddUp, BaseRows, BlockMatrix, Down, SharedMatrices, block_matrix
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 
 
 class Factors(nn.Module):
     """The matrices of one Hugging Face layer, or a rank's part of them.
 
-    `lora_A` [rank, h]; `lora_B`: one matrix [rows, rank] for each block of rows that ranks divide evenly, usually a
-    single one; `magnitude`: the same of DoRA's magnitudes, or empty.
+    `lora_A` [lora_rank, h]; `lora_B`: one matrix [rows, lora_rank] for each block of rows that ranks divide evenly,
+    usually a single one; `magnitude`: the same of DoRA's magnitudes, or empty.
     """
 
     def __init__(self, lora_A: Parameter, lora_B: Sequence[Parameter], magnitude: Sequence[Parameter] = ()) -> None:
@@ -68,8 +68,8 @@ class LinearAdapter:
 
     def __init__(
         self,
-        plan: LoraPlan,
-        linear: Linear,
+        plan: LoraSettings,
+        linear: MegatronLinear,
         division: Division,
         factors: Mapping[int, Factors],
         rows: Sequence[int],
@@ -78,7 +78,7 @@ class LinearAdapter:
         """
         Args:
             factors: by the number of the member in `linear`, for those that have an adapter.
-            rows: of every block of the layer (see `Linear.blocks`).
+            rows: of every block of the layer (see `MegatronLinear.blocks`).
             memory: for matrices of all B, shared by all layers of a model.
         """
         self.linear, self.division, self.dora, self.dropout, self.rows = linear, division, plan.dora, plan.dropout, rows
@@ -124,7 +124,8 @@ class LinearAdapter:
             a, base = self._dropped_products(x, weight)
         else:
             a = self._low_rank(x, remake, training=training)
-        # What ranks have computed of A x: of divided inputs a part of the sum, of divided tokens those of each.
+        # Each tensor-parallel rank holds a partial sum of A x (row-parallel) or A x of its own tokens (sequence
+        # parallelism).
         a = self._summed(a) if self.division.is_row_parallel else self._whole(a)
         if not (self.dora or self.division.gathers):
             of_blocks = self._by_block([one.lora_B for one in self.factors.values()])
@@ -181,8 +182,8 @@ class LinearAdapter:
         if set(self.members) == {member}:
             return None
         owners = [owner for owner in self.members if owner in self.factors]
-        found = self._matrix.rows_on(device)
-        return torch.cat([rows for rows, owner in zip(found, owners, strict=True) if owner == member])
+        rows_of_blocks = self._matrix.rows_on(device)
+        return torch.cat([rows for rows, owner in zip(rows_of_blocks, owners, strict=True) if owner == member])
 
     def _dropped(self, x: Tensor, member: int) -> Tensor:
         """Apply dropout to what a member reads; ranks that hold different parts of x draw different numbers.
@@ -212,21 +213,21 @@ class LinearAdapter:
 
         Each member has columns of its own, which are zero in the rows of others.
         """
-        ranks = {i: one.lora_A.shape[0] for i, one in self.factors.items()}
-        total, first = sum(ranks.values()), next(iter(self.factors.values())).lora_A
-        before = dict(zip(ranks, torch.tensor([0, *ranks.values()]).cumsum(0).tolist(), strict=False))
+        lora_ranks = {i: one.lora_A.shape[0] for i, one in self.factors.items()}
+        total, first = sum(lora_ranks.values()), next(iter(self.factors.values())).lora_A
+        before = dict(zip(lora_ranks, torch.tensor([0, *lora_ranks.values()]).cumsum(0).tolist(), strict=False))
         blocks = []
         for member, rows, B in self._by_block([one.lora_B for one in self.factors.values()]):
             if B is None:
                 blocks.append(first.new_zeros(rows, total))
             else:
-                after = total - before[member] - ranks[member]
+                after = total - before[member] - lora_ranks[member]
                 blocks.append(F.pad(B * self.scaling[member], (before[member], after)))
         return self.layout.to_megatron(*blocks)
 
     def _by_block(self, lists: Sequence[nn.ParameterList]) -> list[tuple[int, int, Tensor | None]]:
         """Return each block's member, rows and parameter (None: no adapter), of the members' lists of parameters."""
-        remaining = {member: iter(found) for member, found in zip(self.factors, lists, strict=True)}
+        remaining = {member: iter(values) for member, values in zip(self.factors, lists, strict=True)}
         return [
             (member, rows, next(remaining[member]) if member in remaining else None)
             for member, rows in zip(self.members, self.rows, strict=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.peft_tensors import LORA_A, WEIGHTS, misfits, names_in_folder, open_weights
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.json_files import read_object
 
@@ -35,7 +35,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which PEFT leaves the model's own weights as they are."""
 
 
-def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: bool) -> LoraPlan:
+def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: bool) -> LoraSettings:
     """Return the adapter of a PEFT folder. Its tensors say which layers it has, and of which ranks.
 
     Raises:
@@ -53,16 +53,16 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
             skipped[0],
         )
     shapes = {name: tuple(tensors[key].shape) for name, key in names.items()}
-    ranks = {name.removesuffix(LORA_A): shape[0] for name, shape in shapes.items() if name.endswith(LORA_A)}
-    found = _not_supported(config)
-    found += [_cannot_adapt(name, layers) for name in ranks if name not in layers.members]
-    if not ranks:
-        found.append(f"{WEIGHTS} holds no LoRA")
-    plan = None if found else _plan(config, name, ranks, layers, is_trained=is_trained)
+    lora_ranks = {name.removesuffix(LORA_A): shape[0] for name, shape in shapes.items() if name.endswith(LORA_A)}
+    errors = _not_supported(config)
+    errors += [_cannot_adapt(name, layers) for name in lora_ranks if name not in layers.members]
+    if not lora_ranks:
+        errors.append(f"{WEIGHTS} holds no LoRA")
+    plan = None if errors else _plan(config, name, lora_ranks, layers, is_trained=is_trained)
     if plan is not None:
-        found += misfits(shapes, plan, layers)
-    if plan is None or found:
-        raise ConversionError(problems(f"{folder} cannot be used with this model", found))
+        errors += misfits(shapes, plan, layers)
+    if plan is None or errors:
+        raise ConversionError(problems(f"{folder} cannot be used with this model", errors))
     return plan
 
 
@@ -81,14 +81,14 @@ def _cannot_adapt(name: str, layers: ModelLayers) -> str:
 
 
 def _plan(
-    config: Mapping[str, Any], name: str, ranks: Mapping[str, int], layers: ModelLayers, *, is_trained: bool
-) -> LoraPlan:
+    config: Mapping[str, Any], name: str, lora_ranks: Mapping[str, int], layers: ModelLayers, *, is_trained: bool
+) -> LoraSettings:
     default, patterns = config.get("lora_alpha", 8), _literal(config.get("alpha_pattern") or {})
     modules = tuple(_modules_to_save(config.get("modules_to_save") or (), layers))
-    return LoraPlan(
+    return LoraSettings(
         name=name,
-        ranks={module: ranks[module] for module in layers.members if module in ranks},
-        alphas={module: float(_by_pattern(patterns, module, default)) for module in ranks},
+        lora_ranks={module: lora_ranks[module] for module in layers.members if module in lora_ranks},
+        alphas={module: float(_by_pattern(patterns, module, default)) for module in lora_ranks},
         dropout=float(config.get("lora_dropout") or 0.0),
         dora=bool(config.get("use_dora")),
         rslora=bool(config.get("use_rslora")),
@@ -103,21 +103,21 @@ def _not_supported(config: Mapping[str, Any]) -> list[str]:
     kind = config.get("peft_type")
     if kind != "LORA":
         return [f"peft_type is {kind!r}, expected 'LORA'"]
-    found = [f"{key} = {value!r} is not supported" for key, value in config.items() if value and key not in _KNOWN]
-    found += [
+    errors = [f"{key} = {value!r} is not supported" for key, value in config.items() if value and key not in _KNOWN]
+    errors += [
         f"alpha_pattern has the pattern {key!r}; names and their ends are supported"
         for key in _literal(config.get("alpha_pattern") or {})
         if not re.fullmatch(r"[\w.]+", key)
     ]
     start = config.get("init_lora_weights", True)
     if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
-        found.append(
+        errors.append(
             f"init_lora_weights = {start!r} changes the model's own weights, which are not in this folder: let PEFT "
             "convert it to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
-        found.append(f"bias = {config['bias']!r}, expected 'none', 'all' or 'lora_only'")
-    return found
+        errors.append(f"bias = {config['bias']!r}, expected 'none', 'all' or 'lora_only'")
+    return errors
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
@@ -136,7 +136,7 @@ def _modules_to_save(names: Iterable[str], layers: ModelLayers) -> list[str]:
 
 
 def write_config(
-    folder: Path, plan: LoraPlan, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
+    folder: Path, plan: LoraSettings, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
 ) -> None:
     """Write adapter_config.json.
 
@@ -149,10 +149,10 @@ def write_config(
 
 
 def peft_config(
-    plan: LoraPlan, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
+    plan: LoraSettings, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json."""
-    rank, alpha = _most_common(plan.ranks.values()), _most_common(plan.alphas.values())
+    lora_rank, alpha = _most_common(plan.lora_ranks.values()), _most_common(plan.alphas.values())
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -160,11 +160,11 @@ def peft_config(
         "auto_mapping": {"base_model_class": model_class.__name__, "parent_library": model_class.__module__},
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": rank,
+        "r": lora_rank,
         "lora_alpha": _whole(alpha),
         "lora_dropout": plan.dropout,
         "target_modules": target_modules(plan, layers),
-        "rank_pattern": {name: r for name, r in plan.ranks.items() if r != rank},
+        "rank_pattern": {name: r for name, r in plan.lora_ranks.items() if r != lora_rank},
         "alpha_pattern": {name: _whole(x) for name, x in plan.alphas.items() if x != alpha},
         "bias": plan.bias,
         "use_rslora": plan.rslora,
@@ -175,22 +175,22 @@ def peft_config(
     }
 
 
-def target_modules(plan: LoraPlan, layers: ModelLayers) -> list[str]:
+def target_modules(plan: LoraSettings, layers: ModelLayers) -> list[str]:
     """Return names by which PEFT finds exactly the adapted layers: their last parts, if no other module has these."""
-    ends = sorted({name.rpartition(".")[2] for name in plan.ranks})
+    ends = sorted({name.rpartition(".")[2] for name in plan.lora_ranks})
     matched = {name for name in layers.module_names if name.rpartition(".")[2] in ends}
     saved = tuple(f"{name}." for name in plan.modules_to_save)
     exact = (
-        {name for name in matched if not f"{name}.".startswith(saved)} == plan.ranks.keys()
+        {name for name in matched if not f"{name}.".startswith(saved)} == plan.lora_ranks.keys()
         if saved
-        else (matched == plan.ranks.keys())
+        else (matched == plan.lora_ranks.keys())
     )
-    return ends if exact else list(plan.ranks)
+    return ends if exact else list(plan.lora_ranks)
 
 
 def _most_common[T](values: Iterable[T]) -> T:
-    found = list(values)
-    return max(found, key=found.count)
+    listed = list(values)
+    return max(listed, key=listed.count)
 
 
 def _whole(value: float) -> float | int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers
-from llava_mcore.adapters.targets import LoraPlan, trained_parameters
+from llava_mcore.adapters.targets import LoraSettings, trained_parameters
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder, TensorInfo
 
@@ -38,15 +38,15 @@ def names_in_folder(tensors: Mapping[str, TensorInfo], layers: ModelLayers) -> d
     """
     modules = aliases(layers) | layers.parameter_aliases
     names = {key: key.removeprefix(PREFIX).replace(BASE_LAYER, ".") for key in tensors}
-    inner, whole = _prefixes(names, tensors, layers)
-    found = {}
+    inner, full_prefix = _prefixes(names, tensors, layers)
+    names_by_model_name = {}
     for key, short in names.items():
-        name = whole + short.removeprefix(inner)
+        name = full_prefix + short.removeprefix(inner)
         end = next((end for end in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(end)), "")
         module = name.removesuffix(end)
         if (module + WEIGHT if end else module) not in layers.unused:
-            found[modules.get(module, module) + end] = key
-    return found
+            names_by_model_name[modules.get(module, module) + end] = key
+    return names_by_model_name
 
 
 def _prefixes(names: Mapping[str, str], tensors: Mapping[str, TensorInfo], layers: ModelLayers) -> tuple[str, str]:
@@ -81,28 +81,32 @@ def aliases(layers: ModelLayers) -> dict[str, str]:
     return named | {name: name for name in members}
 
 
-def expected_tensors(plan: LoraPlan, layers: ModelLayers) -> dict[str, tuple[int, ...]]:
+def expected_tensors(plan: LoraSettings, layers: ModelLayers) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that an adapter has, by its name in transformers' model."""
     trained, members = trained_parameters(plan, layers), layers.members
-    found = {x.name: x.shape for x in layers.parameters if trained[x.megatron]}
-    for name, rank in plan.ranks.items():
+    shapes = {x.name: x.shape for x in layers.parameters if trained[x.megatron]}
+    for name, lora_rank in plan.lora_ranks.items():
         inputs, outputs = members[name].inputs, members[name].outputs
-        found |= {f"{name}{LORA_A}": (rank, inputs), f"{name}{LORA_B}": (outputs, rank)}
+        shapes |= {f"{name}{LORA_A}": (lora_rank, inputs), f"{name}{LORA_B}": (outputs, lora_rank)}
         if plan.dora:
-            found[f"{name}{MAGNITUDE}"] = (outputs,)
-    return found
+            shapes[f"{name}{MAGNITUDE}"] = (outputs,)
+    return shapes
 
 
-def misfits(found: Mapping[str, tuple[int, ...]], plan: LoraPlan, layers: ModelLayers) -> list[str]:
+def misfits(shapes: Mapping[str, tuple[int, ...]], plan: LoraSettings, layers: ModelLayers) -> list[str]:
     """Return every tensor that is missing, has another shape, or has no counterpart here.
 
     Args:
-        found: shapes by names in transformers' model.
+        shapes: shapes by names in transformers' model.
     """
     expected = expected_tensors(plan, layers)
-    pairs = {name: (found[name], shape) for name, shape in expected.items() if name in found}
+    pairs = {name: (shapes[name], shape) for name, shape in expected.items() if name in shapes}
     return [
-        *(f"{name} is missing" for name in expected if name not in found),
-        *(f"{name} is {shape}, expected {wanted}" for name, (shape, wanted) in pairs.items() if shape != wanted),
-        *(f"{name} has no counterpart here" for name in sorted(found.keys() - expected.keys())),
+        *(f"{name} is missing" for name in expected if name not in shapes),
+        *(
+            f"{name} is {shape}, expected {expected_shape}"
+            for name, (shape, expected_shape) in pairs.items()
+            if shape != expected_shape
+        ),
+        *(f"{name} has no counterpart here" for name in sorted(shapes.keys() - expected.keys())),
     ]

@@ -13,7 +13,7 @@ from llava_mcore.adapters.factors import CHILD
 from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.lora import Factors
 from llava_mcore.adapters.peft_tensors import LORA_A, LORA_B, MAGNITUDE, names_in_folder, open_weights
-from llava_mcore.adapters.targets import LoraPlan, trained_parameters
+from llava_mcore.adapters.targets import LoraSettings, trained_parameters
 from llava_mcore.mapping.layouts import PadRows
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
@@ -22,13 +22,13 @@ from llava_mcore.parallel.groups import Groups
 
 @torch.no_grad()
 def load_peft_folder(
-    models: Sequence[VisionLanguageModel], folder: Path, plan: LoraPlan, layers: ModelLayers, groups: Groups
+    models: Sequence[VisionLanguageModel], folder: Path, plan: LoraSettings, layers: ModelLayers, groups: Groups
 ) -> None:
     """Fill one adapter, and the modules and biases that were trained beside it. `plan`: `plan_of_folder`'s."""
     tensors = _Tensors(folder, layers)
     for model in models:
         modules = dict(model.named_modules())
-        for name in plan.ranks:
+        for name in plan.lora_ranks:
             member = layers.members[name]
             factors = modules.get(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
             if isinstance(factors, Factors):
@@ -40,7 +40,7 @@ def load_peft_folder(
 
 
 def _load_trained(
-    model: VisionLanguageModel, tensors: _Tensors, plan: LoraPlan, layers: ModelLayers, groups: Groups
+    model: VisionLanguageModel, tensors: _Tensors, plan: LoraSettings, layers: ModelLayers, groups: Groups
 ) -> None:
     """Fill the parameters of the model itself that were trained with the adapter."""
     trained = trained_parameters(plan, layers)

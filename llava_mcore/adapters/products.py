@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llava_mcore.mapping.layouts import Layout
+from llava_mcore.mapping.layouts import TensorTransform
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class SharedMatrices:
     """Memory for matrices of zeros and blocks, shared by layers of the same form one after the other."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._forms: dict[tuple[Any, ...], int] = {}
         self._matrices: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
-    def number(self, shape: tuple[int, int], blocks: Sequence[Block]) -> int:
+    def form_of(self, shape: tuple[int, int], blocks: Sequence[Block]) -> int:
         """Return the number of a form: which elements of a matrix belong to blocks."""
         form = (shape, *((x.start, x.stop, x.rows.numpy().tobytes()) for x in blocks))
-        return self._numbers.setdefault(form, len(self._numbers))
+        return self._forms.setdefault(form, len(self._forms))
 
-    def matrix(self, number: int, shape: tuple[int, int], like: Tensor) -> Tensor:
+    def matrix(self, form: int, shape: tuple[int, int], like: Tensor) -> Tensor:
         """Return the matrix of a form, of the dtype and on the device of a tensor."""
-        key = (number, like.dtype, like.device)
+        key = (form, like.dtype, like.device)
         if key not in self._matrices:
             self._matrices[key] = like.new_zeros(shape)
         return self._matrices[key]
@@ -54,26 +54,26 @@ class BlockMatrix:
 
     def __init__(self, blocks: Sequence[Block], shape: tuple[int, int], memory: SharedMatrices) -> None:
         self.blocks, self.shape, self._memory = blocks, shape, memory
-        self._form = memory.number(shape, blocks)
+        self._form = memory.form_of(shape, blocks)
         self.is_single = len(blocks) == 1 and len(blocks[0].rows) == shape[0] and blocks[0].factor == 1.0
 
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return [o, r] of the parameters of all blocks; overwritten by the next use of a layer of the same form."""
         if self.is_single:
             return parts[0]
         first = parts[0]
-        whole = self._memory.matrix(self._form, self.shape, first)
+        full = self._memory.matrix(self._form, self.shape, first)
         for block, part in zip(self._on(first.device), parts, strict=True):
             scaled = part if block.factor == 1.0 else part * block.factor
-            whole[:, block.start : block.stop].index_copy_(0, block.rows, scaled)
-        return whole
+            full[:, block.start : block.stop].index_copy_(0, block.rows, scaled)
+        return full
 
-    def parts(self, whole: Tensor) -> list[Tensor]:
+    def parts(self, full: Tensor) -> list[Tensor]:
         """Return the gradients of the parameters of all blocks, of the gradient [o, r]."""
         if self.is_single:
-            return [whole]
-        found = [whole[:, x.start : x.stop].index_select(0, x.rows) for x in self._on(whole.device)]
-        return [x if block.factor == 1.0 else x.mul_(block.factor) for block, x in zip(self.blocks, found, strict=True)]
+            return [full]
+        parts = [full[:, x.start : x.stop].index_select(0, x.rows) for x in self._on(full.device)]
+        return [x if block.factor == 1.0 else x.mul_(block.factor) for block, x in zip(self.blocks, parts, strict=True)]
 
     def rows_on(self, device: torch.device) -> list[Tensor]:
         """Return the rows of every block, on a device."""
@@ -87,7 +87,7 @@ class BlockMatrix:
 
 
 def block_matrix(
-    layout: Layout,
+    layout: TensorTransform,
     rows: Sequence[int],
     columns: Sequence[tuple[int, int] | None],
     factors: Sequence[float],
@@ -106,8 +106,8 @@ def block_matrix(
     origin = layout.to_megatron(*(torch.arange(a, a + n)[:, None] for a, n in zip(first, rows, strict=False)))
     row_of = torch.empty(len(origin), dtype=torch.int64)
     row_of[origin[:, 0]] = torch.arange(len(origin))  # row of the layer, by the number of the row in the blocks
-    given = zip(first, rows, columns, factors, strict=False)
-    blocks = [Block(row_of[a : a + n], *span, factor) for a, n, span, factor in given if span is not None]
+    block_values = zip(first, rows, columns, factors, strict=False)
+    blocks = [Block(row_of[a : a + n], *span, factor) for a, n, span, factor in block_values if span is not None]
     return BlockMatrix(blocks, (len(origin), max(block.stop for block in blocks)), memory)
 
 
@@ -147,7 +147,7 @@ class AddUp(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, a: Tensor, matrix: BlockMatrix, scaling: float, *B: Tensor) -> Tensor:
         ctx.matrix, ctx.scaling = matrix, scaling
         ctx.save_for_backward(a, *B)
-        flat = output.detach().flatten(0, -2).addmm_(a.flatten(0, -2), matrix.whole(B).t(), alpha=scaling)
+        flat = output.detach().flatten(0, -2).addmm_(a.flatten(0, -2), matrix.joined(B).t(), alpha=scaling)
         return flat.view(output.shape)
 
     @staticmethod
@@ -156,7 +156,7 @@ class AddUp(torch.autograd.Function):
         a, *B = ctx.saved_tensors
         of_a = None
         if ctx.needs_input_grad[1]:
-            of_a = (gradient @ ctx.matrix.whole(B)).mul_(ctx.scaling)
+            of_a = (gradient @ ctx.matrix.joined(B)).mul_(ctx.scaling)
         if not any(ctx.needs_input_grad[4:]):
             return gradient, of_a, None, None, *(None for _ in B)
         of_B = (gradient.flatten(0, -2).t() @ a.flatten(0, -2)).mul_(ctx.scaling)
@@ -180,15 +180,15 @@ class BaseRows(torch.autograd.Function):
         if rows[0] is None:
             return F.linear(x[0], W)
         y = x[0].new_zeros(*x[0].shape[:-1], len(W))
-        for own, one in zip(rows, x, strict=True):
-            y[..., own] = F.linear(one, W[own])
+        for own_rows, one in zip(rows, x, strict=True):
+            y[..., own_rows] = F.linear(one, W[own_rows])
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         W = ctx.make()
-        of_x = [gradient @ W if own is None else gradient[..., own] @ W[own] for own in ctx.rows]
+        of_x = [gradient @ W if own_rows is None else gradient[..., own_rows] @ W[own_rows] for own_rows in ctx.rows]
         return None, None, *of_x
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llava_mcore.adapters.attach import linear_modules
-from llava_mcore.adapters.linear_layers import Linear, ModelLayers
+from llava_mcore.adapters.linear_layers import MegatronLinear, ModelLayers
 from llava_mcore.adapters.quantized import QUANTIZERS, Quantized
 from llava_mcore.compat.frozen_linears import freeze_with, keep_in_fp8
 from llava_mcore.errors import ConfigError
@@ -37,30 +37,34 @@ def quantize_model(models: Sequence[VisionLanguageModel], layers: ModelLayers, k
     """
     if kind == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError("--lora-quantize nf4 needs the package bitsandbytes: pip install 'llava-mcore[qlora]'")
-    found: list[Quantized] = []
+    layers_quantized: list[Quantized] = []
     for model in models:
         for linear, module in frozen_linears(model, layers):
             weight = module.weight.detach().to(groups.device)
             quantized = QUANTIZERS[kind](weight, linear, groups.tp_size, groups.tp_rank, lambda x: _gather(x, groups))
             freeze_with(module, quantized.dequantize)
-            found.append(quantized)
+            layers_quantized.append(quantized)
         model.to(groups.device)
-    weights, num_bytes = sum(x.num_weights for x in found), sum(x.num_bytes for x in found)
+    weights, num_bytes = sum(x.num_weights for x in layers_quantized), sum(x.num_bytes for x in layers_quantized)
     logger.info(
-        "%s: %s weights of this rank's %d layers take %.3f GiB", kind, f"{weights:,}", len(found), num_bytes / 2**30
+        "%s: %s weights of this rank's %d layers take %.3f GiB",
+        kind,
+        f"{weights:,}",
+        len(layers_quantized),
+        num_bytes / 2**30,
     )
 
 
 def multiply_in_fp8(models: Sequence[VisionLanguageModel], layers: ModelLayers) -> None:
     """Keep the frozen linear layers of a rank's chunks in FP8 only; Transformer Engine multiplies in it."""
-    found = [module for model in models for _, module in frozen_linears(model, layers)]
-    for module in found:
+    modules = [module for model in models for _, module in frozen_linears(model, layers)]
+    for module in modules:
         keep_in_fp8(module)
-    weights = sum(module.weight.numel() for module in found)
-    logger.info("fp8: %s weights of this rank's %d layers have no 16-bit copy", f"{weights:,}", len(found))
+    weights = sum(module.weight.numel() for module in modules)
+    logger.info("fp8: %s weights of this rank's %d layers have no 16-bit copy", f"{weights:,}", len(modules))
 
 
-def frozen_linears(model: VisionLanguageModel, layers: ModelLayers) -> Iterator[tuple[Linear, Any]]:
+def frozen_linears(model: VisionLanguageModel, layers: ModelLayers) -> Iterator[tuple[MegatronLinear, Any]]:
     """Yield the linear layers of PART that are not trained."""
     modules = linear_modules(model)
     for linear in layers.linears:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llava_mcore.adapters.linear_layers import Linear
+from llava_mcore.adapters.linear_layers import MegatronLinear
 from llava_mcore.errors import ConfigError
 
 NF4_BLOCK, SCALE_BLOCK, FP8_BLOCK = 64, 256, 128
@@ -60,14 +60,14 @@ class Nf4:
 
     @property
     def num_bytes(self) -> int:
-        found = (self.codes, self.scale_codes, self.scales, self.position, self.first_scale, self.offset)
-        return sum(x.nbytes for x in found)
+        tensors = (self.codes, self.scale_codes, self.scales, self.position, self.first_scale, self.offset)
+        return sum(x.nbytes for x in tensors)
 
     def absmax(self) -> Tensor:
         """Return the largest value of every block, [o, n], as bitsandbytes restores it."""
         count = self.scale_codes.shape[1]
-        number = self.position[:, None] + torch.arange(count, device=self.position.device)
-        scale = self.scales[self.first_scale[:, None] + number // SCALE_BLOCK]
+        index = self.position[:, None] + torch.arange(count, device=self.position.device)
+        scale = self.scales[self.first_scale[:, None] + index // SCALE_BLOCK]
         return self.map[self.scale_codes.int()] * scale + self.offset[:, None]
 
     def dequantize(self) -> Tensor:
@@ -78,7 +78,7 @@ class Nf4:
         )
 
 
-def to_nf4(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: Gather) -> Nf4:
+def to_nf4(weight: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int, gather: Gather) -> Nf4:
     """Quantize a rank's part of a layer; a collective call.
 
     Raises:
@@ -96,19 +96,19 @@ def to_nf4(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: G
     scales: list[Tensor] = []
     map_of_scales = weight.new_empty(0)
     for member in dict.fromkeys(members):
-        own = [absmax[i] for i, owner in enumerate(members) if owner == member]
-        whole = _whole(own, linear, gather)
-        offset = whole.mean()
-        scale_codes, state = functional.quantize_blockwise(whole.flatten() - offset, blocksize=SCALE_BLOCK)
+        local = [absmax[i] for i, owner in enumerate(members) if owner == member]
+        full = _whole(local, linear, gather)
+        offset = full.mean()
+        scale_codes, state = functional.quantize_blockwise(full.flatten() - offset, blocksize=SCALE_BLOCK)
         map_of_scales = state.code
-        for rows, first_column in _own_rows(own, whole, linear, tp_size, tp_rank):
-            part = scale_codes.view_as(whole)[rows, first_column : first_column + own[0].shape[1]]
+        for rows, first_column in _own_rows(local, full, linear, tp_size, tp_rank):
+            part = scale_codes.view_as(full)[rows, first_column : first_column + local[0].shape[1]]
             columns["scale_codes"].append(part)
-            columns["position"].append(rows * whole.shape[1] + first_column)
+            columns["position"].append(rows * full.shape[1] + first_column)
             columns["first_scale"].append(torch.full_like(rows, sum(map(len, scales))))
             columns["offset"].append(offset.expand(len(rows)))
         scales.append(state.absmax)
-    ordered = {name: layout.to_megatron(*found).contiguous() for name, found in columns.items()}
+    ordered = {name: layout.to_megatron(*parts).contiguous() for name, parts in columns.items()}
     return Nf4(
         codes=layout.to_megatron(*codes).contiguous(),
         scales=torch.cat(scales),
@@ -118,22 +118,24 @@ def to_nf4(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: G
     )
 
 
-def _whole(own: list[Tensor], linear: Linear, gather: Gather) -> Tensor:
+def _whole(local: list[Tensor], linear: MegatronLinear, gather: Gather) -> Tensor:
     """Return the scales of a whole Hugging Face matrix, of a rank's parts of its blocks of rows."""
     if linear.is_row_parallel:
-        return torch.cat(gather(own[0]), dim=1)
-    return torch.cat([x for block in own for x in gather(block)])
+        return torch.cat(gather(local[0]), dim=1)
+    return torch.cat([x for block in local for x in gather(block)])
 
 
-def _own_rows(own: list[Tensor], whole: Tensor, linear: Linear, tp_size: int, tp_rank: int) -> list[tuple[Tensor, int]]:
+def _own_rows(
+    local: list[Tensor], full: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int
+) -> list[tuple[Tensor, int]]:
     """Return which rows of the whole matrix a rank's blocks are, and the first column."""
     if linear.is_row_parallel:
-        return [(torch.arange(len(whole), device=whole.device), tp_rank * own[0].shape[1])]
-    found, start = [], 0
-    for block in own:
-        found.append((torch.arange(len(block), device=whole.device) + start + tp_rank * len(block), 0))
+        return [(torch.arange(len(full), device=full.device), tp_rank * local[0].shape[1])]
+    row_ranges, start = [], 0
+    for block in local:
+        row_ranges.append((torch.arange(len(block), device=full.device) + start + tp_rank * len(block), 0))
         start += tp_size * len(block)
-    return found
+    return row_ranges
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Fp8:
         return (blocks * self.scales[..., None].to(self.dtype)).flatten(1)
 
 
-def to_fp8(weight: Tensor, linear: Linear, tp_size: int, tp_rank: int, gather: Gather) -> Fp8:
+def to_fp8(weight: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int, gather: Gather) -> Fp8:
     """Quantize a rank's part of a layer.
 
     Raises:
@@ -185,7 +187,7 @@ def _fp8_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return scales.to(dtype).float()
 
 
-def check_block(weight: Tensor, linear: Linear, block: int, tp_size: int) -> None:
+def check_block(weight: Tensor, linear: MegatronLinear, block: int, tp_size: int) -> None:
     """Raise ConfigError unless a rank's part of every row holds whole blocks."""
     if weight.shape[1] % block:
         name = linear.members[0].name

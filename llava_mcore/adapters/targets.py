@@ -11,21 +11,25 @@ from llava_mcore.adapters.linear_layers import BIAS, ModelLayers
 from llava_mcore.config.sections.adapter import ALL_LINEAR, AdapterConfig
 from llava_mcore.errors import ConfigError, problems
 
-_RANKS = {"language_model": "--lora-r", "vision_model": "adapter.vision_r", "vision_projection": "adapter.projection_r"}
+_RANK_KEYS = {
+    "language_model": "--lora-r",
+    "vision_model": "adapter.vision_r",
+    "vision_projection": "adapter.projection_r",
+}
 """The settings that give the layers of a part a rank."""
 _SHOWN = 16  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
-class LoraPlan:
+class LoraSettings:
     """One adapter. Names are those of modules in transformers' model.
 
-    `ranks`: of every layer that it adapts; `alphas` likewise. `biases`, `modules_to_save`: what of the model itself is
-    trained. `is_trained` False: it works as it is.
+    `lora_ranks`: of every layer that it adapts; `alphas` likewise. `bias`, `modules_to_save`: which of the model's own
+    parameters are trained. `is_trained` False: it works as it is.
     """
 
     name: str
-    ranks: Mapping[str, int]
+    lora_ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     dropout: float = 0.0
     dora: bool = False
@@ -36,38 +40,44 @@ class LoraPlan:
 
     def scaling(self, module: str) -> float:
         """Return the factor of what the adapter adds to a layer's output."""
-        rank = self.ranks[module]
-        return self.alphas[module] / (math.sqrt(rank) if self.rslora else rank)
+        lora_rank = self.lora_ranks[module]
+        return self.alphas[module] / (math.sqrt(lora_rank) if self.rslora else lora_rank)
 
 
-def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraPlan:
+def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSettings:
     """Return the adapter that the configuration asks for.
 
     Raises:
         ConfigError: lists every name that no layer has, and layers that cannot be adapted.
     """
-    found: list[str] = []
+    errors: list[str] = []
     saved = {name: tuple(_matching(name, layers.module_names)) for name in adapter.modules_to_save}
-    found += [_unknown_module(name, layers) for name, modules in saved.items() if not modules]
+    errors += [_unknown_module(name, layers) for name, modules in saved.items() if not modules]
     modules = tuple(dict.fromkeys(module for matching in saved.values() for module in matching))
-    found += _tied(modules, layers)
-    ranks = {"language_model": adapter.r, "vision_model": adapter.vision_r, "vision_projection": adapter.projection_r}
+    errors += _tied(modules, layers)
+    of_parts = {
+        "language_model": adapter.r,
+        "vision_model": adapter.vision_r,
+        "vision_projection": adapter.projection_r,
+    }
     chosen: dict[str, int] = {}
     for target in adapter.targets:
         members = layers.members if target == ALL_LINEAR else _matching(target, layers.members)
-        free = {name: ranks[layers.members[name].part] for name in members if not _inside(name, modules)}
-        with_rank = {name: rank for name, rank in free.items() if rank is not None}
-        if not with_rank:
-            found.append(_nothing_to_adapt(target, free, layers))
-        chosen |= with_rank
-    for part, rank in ranks.items():
-        if not found and rank is not None and not any(layers.members[name].part == part for name in chosen):
-            found.append(f"{_RANKS[part]} {rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part")
-    if found:
-        raise ConfigError(problems("this model cannot get such an adapter", found))
-    return LoraPlan(
+        free = {name: of_parts[layers.members[name].part] for name in members if not _inside(name, modules)}
+        with_lora_rank = {name: lora_rank for name, lora_rank in free.items() if lora_rank is not None}
+        if not with_lora_rank:
+            errors.append(_nothing_to_adapt(target, free, layers))
+        chosen |= with_lora_rank
+    for part, lora_rank in of_parts.items():
+        if not errors and lora_rank is not None and not any(layers.members[name].part == part for name in chosen):
+            errors.append(
+                f"{_RANK_KEYS[part]} {lora_rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part"
+            )
+    if errors:
+        raise ConfigError(problems("this model cannot get such an adapter", errors))
+    return LoraSettings(
         name=adapter.name,
-        ranks={name: chosen[name] for name in layers.members if name in chosen},
+        lora_ranks={name: chosen[name] for name in layers.members if name in chosen},
         alphas=dict.fromkeys(chosen, float(adapter.alpha)),
         dropout=adapter.dropout,
         dora=adapter.dora,
@@ -77,7 +87,7 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraPlan:
     )
 
 
-def own_parameters(plans: Iterable[LoraPlan], layers: ModelLayers) -> frozenset[str]:
+def own_parameters(plans: Iterable[LoraSettings], layers: ModelLayers) -> frozenset[str]:
     """Return the parameters of the model itself, by their Megatron names, that adapters have values of their own for.
 
     Raises:
@@ -90,13 +100,13 @@ def own_parameters(plans: Iterable[LoraPlan], layers: ModelLayers) -> frozenset[
             if is_trained and owners.setdefault(name, plan.name) != plan.name:
                 shared.setdefault((owners[name], plan.name), name)
     if shared:
-        found = [f"{a} and {b} both have {name}" for (a, b), name in shared.items()]
+        conflicts = [f"{a} and {b} both have {name}" for (a, b), name in shared.items()]
         title = "adapters with values for the same parameters cannot be combined: merge one into the model first"
-        raise ConfigError(problems(f"{title} (export-hf --merge)", found))
+        raise ConfigError(problems(f"{title} (export-hf --merge)", conflicts))
     return frozenset(owners)
 
 
-def trained_parameters(plan: LoraPlan, layers: ModelLayers) -> dict[str, bool]:
+def trained_parameters(plan: LoraSettings, layers: ModelLayers) -> dict[str, bool]:
     """Return for every parameter of the model itself, by its Megatron name, whether it is trained with the adapter.
 
     Raises:
@@ -118,28 +128,28 @@ def trained_parameters(plan: LoraPlan, layers: ModelLayers) -> dict[str, bool]:
     return trained
 
 
-def _is_trained(name: str, plan: LoraPlan) -> bool:
+def _is_trained(name: str, plan: LoraSettings) -> bool:
     module = name.rpartition(".")[0]
     if _inside(module, plan.modules_to_save):
         return True
     if not name.endswith(BIAS) or plan.bias == "none":
         return False
-    return plan.bias == "all" or module in plan.ranks
+    return plan.bias == "all" or module in plan.lora_ranks
 
 
 def _inside(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def _matching(wanted: str, names: Iterable[str]) -> list[str]:
+def _matching(target: str, names: Iterable[str]) -> list[str]:
     """Return the modules of this name, or whose name ends with it."""
-    return [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+    return [name for name in names if name == target or name.endswith(f".{target}")]
 
 
 def _nothing_to_adapt(target: str, members: Mapping[str, int | None], layers: ModelLayers) -> str:
     """Say why a target selects no layer."""
     if members:
-        keys = dict.fromkeys(_RANKS[layers.members[name].part] for name in members)
+        keys = dict.fromkeys(_RANK_KEYS[layers.members[name].part] for name in members)
         return f"--lora-targets {target}: its layers have no rank; give {' or '.join(keys)}"
     if _matching(target, layers.module_names):
         return (

@@ -1,4 +1,4 @@
-"""What vLLM computes of a PEFT adapter that it serves beside its model, and an export that it computes as PEFT does.
+"""The part of a PEFT adapter that vLLM computes beside its model, and an export that it computes as PEFT does.
 
 vLLM multiplies every layer's B A by one number, lora_alpha / r (rsLoRA: / √r) of adapter_config.json; PEFT also reads
 rank_pattern and alpha_pattern.
@@ -12,30 +12,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llava_mcore.adapters.targets import LoraPlan
+from llava_mcore.adapters.targets import LoraSettings
 
 _EQUAL = 1e-9  # relative difference of two scales that count as one
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 
 
-def with_one_scale(plan: LoraPlan, *, may_change_b: bool) -> tuple[LoraPlan, dict[str, float]]:
+def with_one_scale(plan: LoraSettings, *, may_change_b: bool) -> tuple[LoraSettings, dict[str, float]]:
     """Return the plan with alphas that give all layers one scale, and the factors of their B that make up for it.
 
     Factors are powers of two, which change no bit of B but the exponent. Where others would be needed, or B may not
     change, plan and B stay as they are.
     """
-    unchanged = plan, dict.fromkeys(plan.ranks, 1.0)
-    rank = Counter(plan.ranks.values()).most_common(1)[0][0]
-    scale = Counter(plan.scaling(name) for name, r in plan.ranks.items() if r == rank).most_common(1)[0][0]
-    factors = {name: _power_of_two(plan.scaling(name) / scale) if scale else None for name in plan.ranks}
+    unchanged = plan, dict.fromkeys(plan.lora_ranks, 1.0)
+    lora_rank = Counter(plan.lora_ranks.values()).most_common(1)[0][0]
+    scale = Counter(plan.scaling(name) for name, r in plan.lora_ranks.items() if r == lora_rank).most_common(1)[0][0]
+    factors = {name: _power_of_two(plan.scaling(name) / scale) if scale else None for name in plan.lora_ranks}
     exact = {name: factor for name, factor in factors.items() if factor is not None}
     if not may_change_b or len(exact) < len(factors):
         return unchanged
-    alphas = {name: scale * (math.sqrt(r) if plan.rslora else r) for name, r in plan.ranks.items()}
+    alphas = {name: scale * (math.sqrt(r) if plan.rslora else r) for name, r in plan.lora_ranks.items()}
     # A product and a quotient by a root need not cancel: close to a whole number, an alpha is one.
-    whole = {name: round(x) if math.isclose(x, round(x), rel_tol=_EQUAL) else x for name, x in alphas.items()}
-    return replace(plan, alphas={name: float(x) for name, x in whole.items()}), exact
+    rounded = {name: round(x) if math.isclose(x, round(x), rel_tol=_EQUAL) else x for name, x in alphas.items()}
+    return replace(plan, alphas={name: float(x) for name, x in rounded.items()}), exact
 
 
 def _power_of_two(value: float) -> float | None:
@@ -48,35 +48,37 @@ def _power_of_two(value: float) -> float | None:
 
 def vllm_problems(config: Mapping[str, Any]) -> list[str]:
     """Return what vLLM refuses of an adapter, or computes differently than PEFT. `config`: its adapter_config.json."""
-    found = []
+    errors = []
     if config.get("use_dora"):
-        found.append("it is DoRA (use_dora), which vLLM refuses")
+        errors.append("it is DoRA (use_dora), which vLLM refuses")
     if config.get("modules_to_save"):
         modules = ", ".join(map(str, config["modules_to_save"]))
-        found.append(f"{modules} were trained in full (modules_to_save), which vLLM refuses")
+        errors.append(f"{modules} were trained in full (modules_to_save), which vLLM refuses")
     if config.get("bias", "none") != "none":
-        found.append(f"biases were trained (bias = {config['bias']!r}), which vLLM does not read")
+        errors.append(f"biases were trained (bias = {config['bias']!r}), which vLLM does not read")
     scales = _scales(config)
     if len(scales) > 1:
-        shown = " and ".join(f"{x:g}" for x in sorted(scales))
-        found.append(f"its layers are scaled by {shown} (rank_pattern, alpha_pattern); vLLM scales all by one number")
-    return found
+        scale_list = " and ".join(f"{x:g}" for x in sorted(scales))
+        errors.append(
+            f"its layers are scaled by {scale_list} (rank_pattern, alpha_pattern); vLLM scales all by one number"
+        )
+    return errors
 
 
 def vllm_rank(config: Mapping[str, Any]) -> int:
     """Return the --max-lora-rank that vLLM needs for an adapter."""
     largest = max([int(config.get("r") or 8), *map(int, (config.get("rank_pattern") or {}).values())])
-    return next((rank for rank in _RANKS if rank >= largest), largest)
+    return next((lora_rank for lora_rank in _LORA_RANKS if lora_rank >= largest), largest)
 
 
 def _scales(config: Mapping[str, Any]) -> set[float]:
     """Return the scales of the layers that patterns name, and of those that none does."""
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    default_rank, default_alpha = config.get("r") or 8, config.get("lora_alpha") or 8
+    lora_ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    default_lora_rank, default_alpha = config.get("r") or 8, config.get("lora_alpha") or 8
     root = math.sqrt if config.get("use_rslora") else float
-    found: list[float] = [default_alpha / root(default_rank)]
-    for name in [*ranks, *alphas]:
-        scale = alphas.get(name, default_alpha) / root(ranks.get(name, default_rank))
-        if not any(math.isclose(scale, other, rel_tol=_EQUAL) for other in found):
-            found.append(scale)
-    return set(found)
+    scales: list[float] = [default_alpha / root(default_lora_rank)]
+    for name in [*lora_ranks, *alphas]:
+        scale = alphas.get(name, default_alpha) / root(lora_ranks.get(name, default_lora_rank))
+        if not any(math.isclose(scale, other, rel_tol=_EQUAL) for other in scales):
+            scales.append(scale)
+    return set(scales)

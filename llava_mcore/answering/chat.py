@@ -81,8 +81,8 @@ class Chat:
         """
         if self.turns and self.model.assets.chat.several_turns is not None:
             raise DataError(f"only one question can be asked, because {self.model.assets.chat.several_turns}; /clear")
-        number = len(self.new_images), len(self.new_videos), len(self.new_audios)
-        turns = [*self.turns, asked_turn(question, *number)]
+        counts = len(self.new_images), len(self.new_videos), len(self.new_audios)
+        turns = [*self.turns, asked_turn(question, *counts)]
         images, videos = [*self.images, *self.new_images], [*self.videos, *self.new_videos]
         audios = [*self.audios, *self.new_audios]
         asked = Conversation(tuple(turns), tuple(images), videos=tuple(videos), audios=tuple(audios))

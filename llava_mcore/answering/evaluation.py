@@ -41,8 +41,8 @@ class ModelResult:
 
     def rows(self) -> dict[tuple[str, str], float | None]:
         """Return every metric by (task, name); the dataset counts as a task."""
-        found = {} if self.data is None else {(DATA, name): value for name, value in self.data.metrics.items()}
-        return found | {(task.task, name): value for task in self.tasks for name, value in task.metrics.items()}
+        values = {} if self.data is None else {(DATA, name): value for name, value in self.data.metrics.items()}
+        return values | {(task.task, name): value for task in self.tasks for name, value in task.metrics.items()}
 
 
 def score_records(records: Sequence[Record]) -> DataResult:
@@ -52,21 +52,21 @@ def score_records(records: Sequence[Record]) -> DataResult:
     lines = [record.line() for record in records]
     if not asked:
         return DataResult({}, None, 0, len(records), lines)
-    found = score([Answered(str(x.answer), (str(x.reference),)) for x in asked])
-    values = iter(found.samples)
+    scores = score([Answered(str(x.answer), (str(x.reference),)) for x in asked])
+    values = iter(scores.samples)
     samples = [line | (next(values) if is_scored else {}) for is_scored, line in zip(scored, lines, strict=True)]
-    metrics = {name: value if math.isfinite(value) else None for name, value in found.metrics.items()}
-    return DataResult(metrics, found.tokenizer, len(asked), len(records) - len(asked), samples)
+    metrics = {name: value if math.isfinite(value) else None for name, value in scores.metrics.items()}
+    return DataResult(metrics, scores.tokenizer, len(asked), len(records) - len(asked), samples)
 
 
 def table(results: Sequence[ModelResult]) -> Table:
     """Return a row per metric and a column per model."""
     rows = [result.rows() for result in results]
-    shown = Table("task", "metric", *_short([result.model for result in results]))
+    table_of_results = Table("task", "metric", *_short([result.model for result in results]))
     for task, name in dict.fromkeys(key for values in rows for key in values):
         cells = [values.get((task, name)) for values in rows]
-        shown.add_row(task, name, *["-" if x is None else f"{x:.4f}" for x in cells])
-    return shown
+        table_of_results.add_row(task, name, *["-" if x is None else f"{x:.4f}" for x in cells])
+    return table_of_results
 
 
 def _short(models: Iterable[str]) -> list[str]:

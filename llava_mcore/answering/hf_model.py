@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
-from llava_mcore.answering.job import Dtype, Reading
+from llava_mcore.answering.job import Dtype, ReadOptions
 from llava_mcore.compat.transformers import exact_attention
 from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.data.encoding.assets import Assets
@@ -45,7 +45,7 @@ from llava_mcore.models.whole_folder import open_whole_folder
 
 Quantization = Literal["4bit", "8bit"]
 NO_BITSANDBYTES = "needs the packages bitsandbytes and accelerate: pip install 'llava-mcore[qlora]' accelerate"
-READING = Reading()
+READING = ReadOptions()
 IMAGE, VIDEO = 1, 2
 """Values in transformers' mm_token_type_ids, in which text is 0."""
 
@@ -63,7 +63,7 @@ class HfModel:
     def load(
         cls,
         hf_dir: Path,
-        reading: Reading = READING,
+        reading: ReadOptions = READING,
         *,
         dtype: Dtype | None = None,
         quantization: Quantization | None = None,
@@ -106,19 +106,19 @@ class HfModel:
             rate = assets.plan.sampling_rate
             media |= {"audio": [decode_sound(x.data, rate) for x in conversation.audios], "sampling_rate": rate}
         text = assets.chat.prompt_text(conversation.turns, conversation.tools)
-        made = dict(self.processor(text=[text], return_tensors="pt", **media))
-        return {name: x.to(self.model.device) for name, x in self._with_ids(made, tokens.input_ids).items()}
+        processed = dict(self.processor(text=[text], return_tensors="pt", **media))
+        return {name: x.to(self.model.device) for name, x in self._with_ids(processed, tokens.input_ids).items()}
 
-    def _with_ids(self, made: dict[str, Any], array: Any) -> dict[str, Tensor]:
+    def _with_ids(self, processed: dict[str, Any], array: Any) -> dict[str, Tensor]:
         ids = torch.from_numpy(array)[None]
-        made |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if "mm_token_type_ids" in made:
+        processed |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in processed:
             kinds, kind_of = torch.zeros_like(ids, dtype=torch.int32), {IMAGE_MARK: IMAGE, VIDEO_MARK: VIDEO}
             for mark, token_id in self.assets.chat.media_ids.items():
                 kinds[ids == token_id] = kind_of[mark]
-            made["mm_token_type_ids"] = kinds
-        floats = {name: x.to(self.model.dtype) for name, x in made.items() if x.is_floating_point()}
-        return made | floats
+            processed["mm_token_type_ids"] = kinds
+        floats = {name: x.to(self.model.dtype) for name, x in processed.items() if x.is_floating_point()}
+        return processed | floats
 
     def answer(self, conversation: Conversation, settings: Settings) -> list[int]:
         """Return the tokens of the answer. DataError like `inputs`."""
@@ -136,10 +136,10 @@ class HfModel:
         options = {"skip_prompt": True, "skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         streamer = TextIteratorStreamer(self.assets.tokenizer, **options)
         stop = _Stop()
-        given = {"generation_config": config, "stopping_criteria": StoppingCriteriaList([stop])}
-        given["tokenizer"] = self.assets.tokenizer
+        arguments = {"generation_config": config, "stopping_criteria": StoppingCriteriaList([stop])}
+        arguments["tokenizer"] = self.assets.tokenizer
         with ThreadPoolExecutor(1) as thread:
-            answer = thread.submit(torch.no_grad()(self.model.generate), **inputs, **given, streamer=streamer)
+            answer = thread.submit(torch.no_grad()(self.model.generate), **inputs, **arguments, streamer=streamer)
             answer.add_done_callback(lambda _: streamer.end())  # even after an error
             try:
                 yield from streamer
@@ -167,8 +167,10 @@ class _Stop(StoppingCriteria):
 
 def _about(video: Video) -> VideoMetadata:
     """Return what the processors of some classes write into the text: when each frame is shown."""
-    number = len(video.frames)
-    return VideoMetadata(total_num_frames=number, fps=video.fps or DEFAULT_FPS, frames_indices=list(range(number)))
+    num_frames = len(video.frames)
+    return VideoMetadata(
+        total_num_frames=num_frames, fps=video.fps or DEFAULT_FPS, frames_indices=list(range(num_frames))
+    )
 
 
 def _load_model(

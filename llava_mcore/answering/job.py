@@ -1,4 +1,4 @@
-"""What is asked of which model: the arguments of `generate` after they were checked."""
+"""The arguments of `generate` after they were checked: a model, prompts and settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StoredModel:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How conversations are read.
 
     `chat_template`: instead of the folder's. `pixels`: range of the areas of resized pictures, as of `load_assets`.
@@ -74,7 +74,7 @@ class Job:
     """
 
     asked: Conversation | DataJob
-    reading: Reading
+    reading: ReadOptions
     sampling: TokenSampling
     max_new_tokens: int
     dtype: Dtype | None = None
@@ -91,4 +91,4 @@ class Job:
             most_samples=self.asked.most_samples,
             every_answer=self.asked.every_answer,
         )
-        return None if self.asked.every_answer else len(data.numbers), data.read(data.numbers)
+        return None if self.asked.every_answer else len(data.indices), data.read(data.indices)

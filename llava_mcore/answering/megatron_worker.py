@@ -25,7 +25,7 @@ from llava_mcore.data.samples import Skip
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.generation.generate import generate
 from llava_mcore.generation.questions import Question
-from llava_mcore.generation.records import Asked, Record
+from llava_mcore.generation.records import PromptQueue, Record
 from llava_mcore.generation.settings import Settings, read_settings, require_known
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
@@ -33,7 +33,7 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, gather_to_all, initialize, shut_down
 from llava_mcore.parallel.local_world import enter
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.parallel.together import together
+from llava_mcore.parallel.together import raise_together
 
 ANSWERS, PROBLEM = "answers.jsonl", "problem.txt"
 
@@ -76,22 +76,22 @@ def run_rank(
 
 def _answer(groups: Groups, stored: StoredModel, job: Job, num_rows: int) -> list[Record]:
     """Return the records on the rank that loads data, and an empty list on the others. A collective call."""
-    opened = together(groups, lambda: _open(groups, stored.checkpoint, job))
-    model = together(groups, lambda: _load(groups, stored, job))
+    opened = raise_together(groups, lambda: _open(groups, stored.checkpoint, job))
+    model = raise_together(groups, lambda: _load(groups, stored, job))
     ids = gather_to_all(groups, None if opened is None else opened[0].eos_token_id)
-    eos = [found for found in ids if found is not None]
-    settings = together(groups, lambda: _settings(stored.checkpoint, model, job, eos[0] if eos else None))
+    eos = [eos_id for eos_id in ids if eos_id is not None]
+    settings = raise_together(groups, lambda: _settings(stored.checkpoint, model, job, eos[0] if eos else None))
     fields = architecture_of(model.hf).fields
     if opened is None:
         for _ in generate([model], groups, None, settings, fields, num_rows=num_rows):
             pass
         return []
     assets, total, questions = opened
-    asked = Asked(questions, assets, settings)
+    asked = PromptQueue(questions, assets, settings)
     with shown_progress(total) as show, written_to(job.partial) as write:
         answers = generate([model], groups, asked.prompts(), settings, fields, num_rows=num_rows)
         for done, answer in enumerate(answers, 1):
-            asked.answered(answer.number, answer.tokens)
+            asked.answered(answer.index, answer.tokens)
             show(done)
             write(asked.records)
         write(asked.records)  # those after the last answer, which cannot be asked
@@ -107,16 +107,16 @@ def _open(groups: Groups, checkpoint: Path, job: Job) -> tuple[Assets, int | Non
 
 def _load(groups: Groups, stored: StoredModel, job: Job) -> VisionLanguageModel:
     hf = load_hf_config(hf_folder(stored.checkpoint))
-    own: Any = hf.dtype
-    dtype = DTYPES[job.dtype] if job.dtype is not None else own or torch.float32
-    whole = not tower_divides(model_dims(hf), groups.tp_size)
+    folder_dtype: Any = hf.dtype
+    dtype = DTYPES[job.dtype] if job.dtype is not None else folder_dtype or torch.float32
+    replicates_tower = not tower_divides(model_dims(hf), groups.tp_size)
     on_cpu = groups.device.type == "cpu"
     model = load_part(
         groups,
         stored.checkpoint,
         dtype=dtype,
         on_cpu=on_cpu,
-        vision_data_parallel=whole,
+        vision_data_parallel=replicates_tower,
         base_dir=stored.base_dir,
     )
     return model.to(device=groups.device, dtype=dtype)  # megatron-core creates norms in fp32
@@ -124,6 +124,6 @@ def _load(groups: Groups, stored: StoredModel, job: Job) -> VisionLanguageModel:
 
 def _settings(checkpoint: Path, model: VisionLanguageModel, job: Job, tokenizer_eos: int | None) -> Settings:
     folder = hf_folder(checkpoint)
-    found = read_settings(folder, model.hf, tokenizer_eos, max_new_tokens=job.max_new_tokens, sampling=job.sampling)
-    require_known(found, folder)
-    return found.within(model.window)
+    settings = read_settings(folder, model.hf, tokenizer_eos, max_new_tokens=job.max_new_tokens, sampling=job.sampling)
+    require_known(settings, folder)
+    return settings.within(model.window)

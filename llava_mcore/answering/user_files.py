@@ -67,13 +67,13 @@ def asked_turn(question: str, num_images: int, num_videos: int, num_audios: int 
         DataError: it is empty.
     """
     text = question.strip()
-    numbers = {IMAGE_MARK: num_images, VIDEO_MARK: num_videos, AUDIO_MARK: num_audios}
+    counts = {IMAGE_MARK: num_images, VIDEO_MARK: num_videos, AUDIO_MARK: num_audios}
     rest = text
-    for mark in numbers:
+    for mark in counts:
         rest = rest.replace(mark, "")
     if not rest.strip():
         raise DataError("the question is empty")
-    marks = [mark for mark, number in numbers.items() if mark not in text for _ in range(number)]
+    marks = [mark for mark, count in counts.items() if mark not in text for _ in range(count)]
     return Turn("user", "\n".join([*marks, text]))
 
 
@@ -92,25 +92,25 @@ def conversation_of_files(question: str, files: MediaFiles, limits: Limits, samp
     Raises:
         DataError: lists everything that cannot be used.
     """
-    found: list[str] = []
-    pictures = _read_all(files.images, lambda path: read_picture(path, limits), found)
-    clips = _read_all(files.videos, lambda path: read_video(path, limits, sampling), found)
-    sounds = _read_all(files.audios, lambda path: read_sound(path, limits), found)
+    errors: list[str] = []
+    pictures = _read_all(files.images, lambda path: read_picture(path, limits), errors)
+    clips = _read_all(files.videos, lambda path: read_video(path, limits, sampling), errors)
+    sounds = _read_all(files.audios, lambda path: read_sound(path, limits), errors)
     try:
         turn = asked_turn(question, len(files.images), len(files.videos), len(files.audios))
     except DataError as error:
-        found.append(str(error))
-    if found:
-        raise DataError(found[0] if len(found) == 1 else problems("the question cannot be asked", found))
+        errors.append(str(error))
+    if errors:
+        raise DataError(errors[0] if len(errors) == 1 else problems("the question cannot be asked", errors))
     return Conversation((turn,), tuple(pictures), videos=tuple(clips), audios=tuple(sounds))
 
 
-def _read_all[Media](paths: Sequence[Path], read: Callable[[Path], Media], found: list[str]) -> list[Media]:
+def _read_all[Media](paths: Sequence[Path], read: Callable[[Path], Media], errors: list[str]) -> list[Media]:
     """Return what can be read, and add why the rest cannot."""
     media = []
     for path in paths:
         try:
             media.append(read(path))
         except DataError as error:
-            found.append(str(error))
+            errors.append(str(error))
     return media

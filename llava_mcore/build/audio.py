@@ -31,7 +31,7 @@ from llava_mcore.build import language
 from llava_mcore.build.chat_template import choose_template
 from llava_mcore.build.compose import init_projector
 from llava_mcore.build.options import BuildOptions, Say
-from llava_mcore.build.sources import Source, check_loaded, find_source, reading, require_clear_weights
+from llava_mcore.build.sources import ModelSource, check_loaded, find_source, reading, require_clear_weights
 from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.build.write_folder import Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
@@ -62,7 +62,7 @@ def build_audio(options: BuildOptions, say: Say) -> list[Part]:
     Raises:
         ConfigError, ConversionError: the build is not possible; nothing was written.
     """
-    require_absent(options.save_dir, what="a build")
+    require_absent(options.save_dir, activity="a build")
     require_size(options)
     _refuse_picture_flags(options)
     assert options.audio_model is not None
@@ -97,12 +97,12 @@ def build_audio(options: BuildOptions, say: Say) -> list[Part]:
 
 def _refuse_picture_flags(options: BuildOptions) -> None:
     defaults = {field.name: field.default for field in fields(BuildOptions)}
-    given = [flag for name, flag in PICTURE_FLAGS.items() if vars(options)[name] != defaults[name]]
-    if given:
-        raise ConfigError(f"--audio-model builds Qwen2-Audio, which has no pictures: omit {', '.join(given)}")
+    flags = [flag for name, flag in PICTURE_FLAGS.items() if vars(options)[name] != defaults[name]]
+    if flags:
+        raise ConfigError(f"--audio-model builds Qwen2-Audio, which has no pictures: omit {', '.join(flags)}")
 
 
-def load_encoder_config(source: Source) -> Qwen2AudioEncoderConfig:
+def load_encoder_config(source: ModelSource) -> Qwen2AudioEncoderConfig:
     """Return the configuration of Whisper's encoder as Qwen2-Audio has it.
 
     Raises:
@@ -114,13 +114,15 @@ def load_encoder_config(source: Source) -> Qwen2AudioEncoderConfig:
     if config.model_type != WHISPER:
         raise ConversionError(f"{source}: model_type is {config.model_type!r}; the supported audio model is {WHISPER}")
     whisper = config.to_dict()
-    own = {name for name in Qwen2AudioEncoderConfig().to_dict() if name not in ("model_type", "transformers_version")}
-    found = Qwen2AudioEncoderConfig(**{name: value for name, value in whisper.items() if name in own})
-    Qwen2AudioTower().config_from_hf(found, found.encoder_layers)
-    return found
+    encoder_keys = {
+        name for name in Qwen2AudioEncoderConfig().to_dict() if name not in ("model_type", "transformers_version")
+    }
+    encoder_config = Qwen2AudioEncoderConfig(**{name: value for name, value in whisper.items() if name in encoder_keys})
+    Qwen2AudioTower().config_from_hf(encoder_config, encoder_config.encoder_layers)
+    return encoder_config
 
 
-def load_extractor(source: Source) -> WhisperFeatureExtractor:
+def load_extractor(source: ModelSource) -> WhisperFeatureExtractor:
     """Read the feature extractor. Raises ConversionError if it is unreadable or another one."""
     with reading("the feature extractor", source, "It is preprocessor_config.json of the Whisper folder."):
         extractor = AutoFeatureExtractor.from_pretrained(source.name, **source.load_arguments)
@@ -129,16 +131,18 @@ def load_extractor(source: Source) -> WhisperFeatureExtractor:
     return extractor
 
 
-def load_encoder(source: Source, config: Qwen2AudioEncoderConfig, dtype: torch.dtype) -> Qwen2AudioEncoder:
+def load_encoder(source: ModelSource, config: Qwen2AudioEncoderConfig, dtype: torch.dtype) -> Qwen2AudioEncoder:
     """Read the weights of Whisper's encoder, without the layers of its decoder.
 
     Raises:
         ConversionError: it is unreadable, or weights are missing.
     """
     with reading("the audio model", source):
-        whole = AutoConfig.from_pretrained(source.name, **source.load_arguments)
-        whole.decoder_layers = 0
-        model, info = WhisperModel.from_pretrained(source.name, config=whole, dtype=dtype, output_loading_info=True)
+        full_config = AutoConfig.from_pretrained(source.name, **source.load_arguments)
+        full_config.decoder_layers = 0
+        model, info = WhisperModel.from_pretrained(
+            source.name, config=full_config, dtype=dtype, output_loading_info=True
+        )
     check_loaded(source, "encoder", {name for name in info["missing_keys"] if "encoder." in name})
     with torch.device("meta"):
         encoder = Qwen2AudioEncoder(config)
@@ -180,7 +184,7 @@ def check_folder(folder: Path, *, config: PretrainedConfig, processor: Processor
     """
     read_config = Qwen2AudioConfig.from_pretrained(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    found = [
+    errors = [
         f"config.json: {key} is {there}, was {here}"
         for key, there, here in (
             ("audio_token_id", read_config.audio_token_id, config.audio_token_id),
@@ -189,30 +193,30 @@ def check_folder(folder: Path, *, config: PretrainedConfig, processor: Processor
         if there != here
     ]
     read_processor, problems_of_text = check_text(folder, tokenizer, processor)
-    found += problems_of_text
+    errors += problems_of_text
     plan, wave = AudioPlan(read_config, read_processor.feature_extractor), np.zeros(12_345, np.float32)
-    given: dict[str, Any] = {"audio": [wave], "sampling_rate": plan.sampling_rate}
-    ids = read_processor(text=f"{read_processor.audio_token}?", **given)["input_ids"][0]
+    sound: dict[str, Any] = {"audio": [wave], "sampling_rate": plan.sampling_rate}
+    ids = read_processor(text=f"{read_processor.audio_token}?", **sound)["input_ids"][0]
     placeholders, (expected,) = list(ids).count(read_config.audio_token_id), plan.audio_tokens([len(wave)])
     if placeholders != len(expected):
-        found.append(f"processor: {placeholders} placeholders for a sound, but the model computes {len(expected)}")
-    if found:
-        raise ConversionError(problems("the folder differs from what was written", found))
+        errors.append(f"processor: {placeholders} placeholders for a sound, but the model computes {len(expected)}")
+    if errors:
+        raise ConversionError(problems("the folder differs from what was written", errors))
 
 
 def _summary(
-    model: Qwen2AudioForConditionalGeneration, source: Source, text_source: Source, options: BuildOptions
+    model: Qwen2AudioForConditionalGeneration, source: ModelSource, text_source: ModelSource, options: BuildOptions
 ) -> list[Part]:
     """Return one row per part."""
-    text, encoder, whole = model.config.text_config, model.config.audio_config, model.model
+    text, encoder, inner = model.config.text_config, model.config.audio_config, model.model
     shape = (
         f"{encoder.model_type}: {encoder.encoder_layers} layers x {encoder.d_model}, {encoder.num_mel_bins} mel bins"
     )
     decoder = f"{text.model_type}: {text.num_hidden_layers} layers x {text.hidden_size}, vocabulary {text.vocab_size}"
     widths = f"{encoder.d_model} -> {text.hidden_size}"
     return [
-        Part("audio_tower", str(source), shape, count(whole.audio_tower)),
-        Part("multi_modal_projector", f"new, seed {options.seed}", widths, count(whole.multi_modal_projector)),
-        Part("language_model", str(text_source), decoder, count(whole.language_model)),
+        Part("audio_tower", str(source), shape, count(inner.audio_tower)),
+        Part("multi_modal_projector", f"new, seed {options.seed}", widths, count(inner.multi_modal_projector)),
+        Part("language_model", str(text_source), decoder, count(inner.language_model)),
         Part("lm_head", str(text_source), "untied", model.lm_head.weight.numel()),
     ]

@@ -11,14 +11,14 @@ from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResa
 
 from llava_mcore.build.classes.base import FolderClass
 from llava_mcore.build.language import TokenIds, settle_ids
-from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.build.vision import FeatureShape
 from llava_mcore.models.architectures.registry import architecture_of
 
 _LATENT_STD = 0.02
 
 
 def whole_config(
-    kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, plan: FeaturePlan, ids: TokenIds
+    kind: FolderClass, language: PreTrainedModel, vision: PreTrainedModel, plan: FeatureShape, ids: TokenIds
 ) -> PretrainedConfig:
     """Return the configuration of the whole model. The language model's is changed in place and becomes part of it."""
     settle_ids(language.config, ids)

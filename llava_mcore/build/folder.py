@@ -24,7 +24,7 @@ from llava_mcore.build.classes.registry import folder_class
 from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
-from llava_mcore.build.sources import Source, find_source
+from llava_mcore.build.sources import ModelSource, find_source
 from llava_mcore.build.write_folder import PROBE, Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import require_absent
@@ -39,10 +39,10 @@ _PROBE = f"USER: {IMAGE_TOKEN}\n{PROBE}"
 class Sources:
     """Sources of all parts."""
 
-    text: Source
-    vision: Source
-    tokenizer: Source
-    image_processor: Source
+    text: ModelSource
+    vision: ModelSource
+    tokenizer: ModelSource
+    image_processor: ModelSource
 
 
 def find_sources(options: BuildOptions) -> Sources:
@@ -63,7 +63,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     Raises:
         ConfigError, ConversionError: the build is not possible; nothing was written.
     """
-    require_absent(options.save_dir, what="a build")
+    require_absent(options.save_dir, activity="a build")
     require_size(options)
     kind, sources = folder_class(options), find_sources(options)
     # Small files first: errors are reported before gigabytes are read.
@@ -110,27 +110,27 @@ def check_folder(folder: Path, *, config: PretrainedConfig, processor: Processor
     Raises:
         ConversionError: lists the differences.
     """
-    found = []
+    errors = []
     read_config = type(config).from_pretrained(folder)
     written, read = config.to_dict(), read_config.to_dict()
     for key in ("image_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings", "vision_feature_layer"):
         if read.get(key) != written.get(key):
-            found.append(f"config.json: {key} is {read.get(key)}, was {written.get(key)}")
+            errors.append(f"config.json: {key} is {read.get(key)}, was {written.get(key)}")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     read_processor, problems_of_text = check_text(folder, tokenizer, processor, _PROBE)
-    found += problems_of_text
+    errors += problems_of_text
     size = image_side(config.vision_config)
     picture = Image.new("RGB", (size + 5, size // 2 + 3))
     placeholders = list(read_processor(images=picture, text=_PROBE)["input_ids"][0]).count(config.image_token_id)
     num_features = placeholders_of(read_config, read_processor, (picture.height, picture.width))
     if placeholders != num_features:
-        found.append(
+        errors.append(
             f"processor: {placeholders} placeholders for a picture, but the model computes {num_features} features"
         )
     if architecture_of(read_config).takes_videos:
-        found += _video_problems(read_config, read_processor, (picture.height, picture.width))
-    if found:
-        raise ConversionError(problems("the folder differs from what was written", found))
+        errors += _video_problems(read_config, read_processor, (picture.height, picture.width))
+    if errors:
+        raise ConversionError(problems("the folder differs from what was written", errors))
 
 
 def _video_problems(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> list[str]:
@@ -198,7 +198,7 @@ def features_for(connector: str) -> Iterator[None]:
 
 def _say_features(
     kind: FolderClass,
-    plan: vision.FeaturePlan,
+    plan: vision.FeatureShape,
     model: PreTrainedModel,
     processor: ProcessorMixin,
     options: BuildOptions,

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from llava_mcore.build.options import VOCAB_MULTIPLE, Say
-from llava_mcore.build.sources import Source, check_loaded, reading, require_clear_weights, require_tokenizer_files
+from llava_mcore.build.sources import ModelSource, check_loaded, reading, require_clear_weights, require_tokenizer_files
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.language.registry import texts_of_any_class
 from llava_mcore.templates.named import SOUND_TOKENS
@@ -44,7 +44,7 @@ class TokenIds:
     audio: int | None = None
 
 
-def load_language_config(source: Source) -> PreTrainedConfig:
+def load_language_config(source: ModelSource) -> PreTrainedConfig:
     """Read the configuration of a supported, unquantized language model.
 
     Raises:
@@ -61,7 +61,7 @@ def load_language_config(source: Source) -> PreTrainedConfig:
     return config
 
 
-def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> PreTrainedModel:
+def load_language_model(source: ModelSource, dtype: torch.dtype | str, say: Say) -> PreTrainedModel:
     """Read the causal language model with its head. `dtype`: a torch dtype or "auto" (that of the files).
 
     Raises:
@@ -83,7 +83,7 @@ def load_language_model(source: Source, dtype: torch.dtype | str, say: Say) -> P
     return model
 
 
-def load_tokenizer(source: Source, named: Mapping[str, str]) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource, named: Mapping[str, str]) -> PreTrainedTokenizerBase:
     """Read a tokenizer that has an EOS token, and add named special tokens to it.
 
     Raises:
@@ -106,7 +106,7 @@ def load_tokenizer(source: Source, named: Mapping[str, str]) -> PreTrainedTokeni
     return tokenizer
 
 
-def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
+def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> None:
     """Read from the file what transformers 5.17 gets wrong: EOS (it returns BOS), pad, and SmolLM's digit rule."""
     from gguf import GGUFReader
 
@@ -128,10 +128,10 @@ def _repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source) -
 
 def add_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> TokenIds:
     """Add special tokens to the tokenizer, and `<pad>` unless it has a pad token that is not EOS."""
-    wanted: dict[str, Any] = {"extra_special_tokens": list(dict.fromkeys(tokens))}
+    special_tokens: dict[str, Any] = {"extra_special_tokens": list(dict.fromkeys(tokens))}
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        wanted["pad_token"] = PAD_TOKEN
-    tokenizer.add_special_tokens(wanted, replace_extra_special_tokens=False)
+        special_tokens["pad_token"] = PAD_TOKEN
+    tokenizer.add_special_tokens(special_tokens, replace_extra_special_tokens=False)
     return token_ids(tokenizer)
 
 
@@ -181,17 +181,19 @@ def settled_generation_config(
     listed = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     # A default id that is a normal word in this vocabulary must not end answers.
-    kept = [i for i in listed if i in special and i != ids.eos]
-    generation.eos_token_id = [ids.eos, *kept] if kept else ids.eos
+    other_ends = [i for i in listed if i in special and i != ids.eos]
+    generation.eos_token_id = [ids.eos, *other_ends] if other_ends else ids.eos
     generation.pad_token_id = ids.pad
     if ids.bos is not None:
         generation.bos_token_id = ids.bos
     return generation
 
 
-def _portable(given: GenerationConfig, say: Say) -> GenerationConfig:
+def _portable(original: GenerationConfig, say: Say) -> GenerationConfig:
     """Return a copy that transformers can save: it refuses sampling settings without do_sample."""
-    values = {k: v for k, v in given.to_diff_dict().items() if k not in ("_from_model_config", "transformers_version")}
+    values = {
+        k: v for k, v in original.to_diff_dict().items() if k not in ("_from_model_config", "transformers_version")
+    }
     generation = GenerationConfig(**values)
     try:
         generation.validate(strict=True)
@@ -199,5 +201,5 @@ def _portable(given: GenerationConfig, say: Say) -> GenerationConfig:
         lost = sorted(set(values) - {"bos_token_id", "eos_token_id", "pad_token_id"})
         reason = str(error).splitlines()[0]
         say(f"  generation settings ignored ({', '.join(lost)}), because transformers refuses them: {reason}")
-        generation = GenerationConfig(eos_token_id=given.eos_token_id, bos_token_id=given.bos_token_id)
+        generation = GenerationConfig(eos_token_id=original.eos_token_id, bos_token_id=original.bos_token_id)
     return generation

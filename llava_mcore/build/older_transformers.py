@@ -1,4 +1,4 @@
-"""What a built folder says to programs with transformers 4: rotary settings under their old names, and a README."""
+"""Files of a built folder for programs with transformers 4: rotary settings under their old names, and a README."""
 
 from __future__ import annotations
 

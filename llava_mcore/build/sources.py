@@ -23,7 +23,7 @@ _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportEr
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A folder or a hub tag (`name`), and the GGUF file in it that holds the weights, if any."""
 
     name: str
@@ -46,7 +46,7 @@ class Source:
         return safe | {"gguf_file": self.gguf_file} if self.gguf_file else safe
 
 
-def find_source(name: str, flag: str, *, gguf_file: str | None = None, may_be_gguf: bool = False) -> Source:
+def find_source(name: str, flag: str, *, gguf_file: str | None = None, may_be_gguf: bool = False) -> ModelSource:
     """Return the source that `name` refers to.
 
     Args:
@@ -60,32 +60,32 @@ def find_source(name: str, flag: str, *, gguf_file: str | None = None, may_be_gg
     """
     path = Path(name).expanduser()
     if may_be_gguf and path.is_file() and path.suffix == ".gguf":
-        return Source(str(path.parent), path.name)
+        return ModelSource(str(path.parent), path.name)
     if path.is_file():
         raise ConfigError(f"{flag} {name}: is a file; expected a folder with config.json and weights, or a hub tag")
     if path.is_dir():
-        return Source(str(path), _gguf_in(path, flag, gguf_file) if may_be_gguf else None)
+        return ModelSource(str(path), _gguf_in(path, flag, gguf_file) if may_be_gguf else None)
     if not _TAG.fullmatch(name) or name.startswith("."):
         raise ConfigError(f"{flag} {name}: no such folder (and not a hub tag, which looks like owner/model)")
-    return Source(name, gguf_file)
+    return ModelSource(name, gguf_file)
 
 
-def _gguf_in(folder: Path, flag: str, wanted: str | None) -> str | None:
+def _gguf_in(folder: Path, flag: str, gguf_file: str | None) -> str | None:
     """Return the GGUF file of a folder: the requested one, or the only one if there are no other weights."""
-    if wanted is not None:
-        if not (folder / wanted).is_file():
-            raise ConfigError(f"--gguf-file {wanted}: {folder} has no such file")
-        return wanted
-    found = sorted(path.name for path in folder.glob("*.gguf"))
+    if gguf_file is not None:
+        if not (folder / gguf_file).is_file():
+            raise ConfigError(f"--gguf-file {gguf_file}: {folder} has no such file")
+        return gguf_file
+    names = sorted(path.name for path in folder.glob("*.gguf"))
     other_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    if other_weights or not found:
+    if other_weights or not names:
         return None
-    if len(found) > 1:
-        raise ConfigError(f"{flag} {folder}: holds several GGUF files; choose one with --gguf-file: {', '.join(found)}")
-    return found[0]
+    if len(names) > 1:
+        raise ConfigError(f"{flag} {folder}: holds several GGUF files; choose one with --gguf-file: {', '.join(names)}")
+    return names[0]
 
 
-def require_clear_weights(source: Source) -> None:
+def require_clear_weights(source: ModelSource) -> None:
     """Refuse a local folder with an adapter or a second copy of the weights: which would be used is not clear.
 
     Raises:
@@ -99,17 +99,17 @@ def require_clear_weights(source: Source) -> None:
 
 
 @contextmanager
-def reading(what: str, source: Source, hint: str = "") -> Iterator[None]:
+def reading(part: str, source: ModelSource, hint: str = "") -> Iterator[None]:
     """Turn errors of transformers while reading into one ConversionError."""
     try:
         yield
     except _READ_ERRORS as error:
         kind = "" if source.folder else " (no folder of that name, so it was looked up on the Hugging Face hub)"
         advice = f"\n{hint}" if hint else ""
-        raise ConversionError(f"{source}{kind}: {what} cannot be read: {why_not_loaded(error)}{advice}") from error
+        raise ConversionError(f"{source}{kind}: {part} cannot be read: {why_not_loaded(error)}{advice}") from error
 
 
-def require_tokenizer_files(source: Source, hint: str) -> None:
+def require_tokenizer_files(source: ModelSource, hint: str) -> None:
     """Refuse a local folder without tokenizer files, for which transformers may invent an empty tokenizer.
 
     Raises:
@@ -121,12 +121,12 @@ def require_tokenizer_files(source: Source, hint: str) -> None:
         raise ConversionError(f"{source}: has no tokenizer (none of {', '.join(VOCABULARY_FILES)}). {hint}")
 
 
-def check_loaded(source: Source, what: str, missing: set[str]) -> None:
+def check_loaded(source: ModelSource, part: str, missing: set[str]) -> None:
     """Refuse a model whose files lack some weights: transformers would initialize them randomly.
 
     Raises:
         ConversionError: lists the missing tensors.
     """
     if missing:
-        shown = [*sorted(missing)[:20], *([f"… and {len(missing) - 20} more"] if len(missing) > 20 else [])]
-        raise ConversionError(problems(f"{source}: the {what} lacks weights that its config.json requires", shown))
+        listed = [*sorted(missing)[:20], *([f"… and {len(missing) - 20} more"] if len(missing) > 20 else [])]
+        raise ConversionError(problems(f"{source}: the {part} lacks weights that its config.json requires", listed))

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from llava_mcore.build.options import BuildOptions
-from llava_mcore.build.sources import Source, check_loaded, reading, require_clear_weights
+from llava_mcore.build.sources import ModelSource, check_loaded, reading, require_clear_weights
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
 from llava_mcore.models.vision.registry import VISION_FAMILIES, tile_tower, towers_of_any_class
@@ -22,7 +22,7 @@ PAIRS = tuple(family.pair for family in dict.fromkeys(VISION_FAMILIES.values()) 
 
 
 @dataclass(frozen=True)
-class FeaturePlan:
+class FeatureShape:
     """The part of the tower's output that the projector reads.
 
     `layers`: indices into its hidden states. `class_tokens`: positions before the patches, with registers. `tokens`:
@@ -41,7 +41,7 @@ class FeaturePlan:
         return self.layers[0] if len(self.layers) == 1 else list(self.layers)
 
 
-def load_vision_config(source: Source) -> PreTrainedConfig:
+def load_vision_config(source: ModelSource) -> PreTrainedConfig:
     """Read the tower's configuration, even from a folder that also has a text encoder.
 
     Raises:
@@ -63,7 +63,7 @@ def load_vision_config(source: Source) -> PreTrainedConfig:
     return config
 
 
-def load_vision_tower(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_vision_tower(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Read the tower's weights. Its positions are interpolated to pictures of the size in `config` (see `resized`).
 
     Raises:
@@ -98,7 +98,7 @@ def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> 
     tower.config.image_size = config.image_size
 
 
-def plan_features(config: PreTrainedConfig, options: BuildOptions, layers: tuple[int, ...]) -> FeaturePlan:
+def plan_features(config: PreTrainedConfig, options: BuildOptions, layers: tuple[int, ...]) -> FeatureShape:
     """Decide which hidden states are used and the number of positions of a picture.
 
     Args:
@@ -119,7 +119,7 @@ def plan_features(config: PreTrainedConfig, options: BuildOptions, layers: tuple
     asked_for = layers if options.vision_feature_layers is None else options.vision_feature_layers
     layers = _feature_layers(config.num_hidden_layers, asked_for, expand=options.expand_projector)
     tokens = family.num_positions(config) - int(strategy == "default")
-    return FeaturePlan(layers, strategy, before, tokens, config.hidden_size * len(layers))
+    return FeatureShape(layers, strategy, before, tokens, config.hidden_size * len(layers))
 
 
 def _feature_layers(num_layers: int, layers: tuple[int, ...], *, expand: bool) -> tuple[int, ...]:
@@ -157,26 +157,26 @@ def asked_size(config: PreTrainedConfig, size: int | None, positions: int | None
         below = size // patch * patch
         nearest = f"the nearest are {below} and {below + patch}" if below > 0 else f"the smallest is {patch}"
         raise ConfigError(f"--image-size {size}: expected a multiple of the tower's patches of {patch} px; {nearest}")
-    found = resized(config, size)
-    tokens = tile_tower(config).num_positions(found)
+    resized_config = resized(config, size)
+    tokens = tile_tower(config).num_positions(resized_config)
     if positions is not None and tokens >= positions:
         raise ConfigError(
             f"--image-size {size}: a picture would take {tokens:,} tokens, but the language model has {positions:,} "
             "positions (max_position_embeddings); take a smaller size"
         )
-    return found
+    return resized_config
 
 
 def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
     """Return the tower's configuration for pictures of `side` pixels; unchanged if that is its size."""
     if side == image_side(config):
         return config
-    found = copy.deepcopy(config)
-    found.image_size = side if isinstance(config.image_size, int) else [side, side]
-    return found
+    result = copy.deepcopy(config)
+    result.image_size = side if isinstance(config.image_size, int) else [side, side]
+    return result
 
 
-def load_image_processor(source: Source, config: PreTrainedConfig, options: BuildOptions) -> tuple[Any, int]:
+def load_image_processor(source: ModelSource, config: PreTrainedConfig, options: BuildOptions) -> tuple[Any, int]:
     """Read the image processor, try it on a non-square picture, and return it with the size of its output.
 
     With --image-size it is set to that size first, and `config` has that size.
@@ -192,14 +192,14 @@ def load_image_processor(source: Source, config: PreTrainedConfig, options: Buil
             processor = with_size(processor, size)
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
     with reading("a picture through the image processor", source):
-        made = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
-    takes_any = options.image_size is None and tile_tower(config).interpolates and made[-1] >= patch_side(config)
-    if made != (1, 3, size, size) and not (takes_any and made == (1, 3, made[-1], made[-1])):
+        shape = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
+    takes_any = options.image_size is None and tile_tower(config).interpolates and shape[-1] >= patch_side(config)
+    if shape != (1, 3, size, size) and not (takes_any and shape == (1, 3, shape[-1], shape[-1])):
         raise ConversionError(
-            f"{source}: the image processor makes pictures of shape {made[1:]}, but the tower takes {(3, size, size)}. "
-            "Give the matching one with --image-processor, or have both set with --image-size."
+            f"{source}: the image processor makes pictures of shape {shape[1:]}, but the tower takes {(3, size, size)}"
+            ". Give the matching one with --image-processor, or have both set with --image-size."
         )
-    return processor, made[-1]
+    return processor, shape[-1]
 
 
 def with_size(processor: Any, side: int) -> Any:

@@ -1,4 +1,4 @@
-"""What every build ends with: the vocabulary, the folder on disk, and reading it back."""
+"""The last steps of every build: the vocabulary, the folder on disk, and reading it back."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def write_folder(
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(options.save_dir, what="a build"))
+            stack.enter_context(locked(options.save_dir, activity="a build"))
             partial = partial_sibling(options.save_dir)
         except OSError as error:
             raise ConversionError(f"{options.save_dir}: its folder cannot be created: {error}") from error
@@ -122,15 +122,15 @@ def check_text(
         processor: that was written.
         probe: a text to tokenize.
     """
-    found = []
+    errors = []
     if language.token_ids(tokenizer) != language.token_ids(processor.tokenizer):
-        found.append(f"tokenizer: {language.token_ids(tokenizer)}, was {language.token_ids(processor.tokenizer)}")
+        errors.append(f"tokenizer: {language.token_ids(tokenizer)}, was {language.token_ids(processor.tokenizer)}")
     if tokenizer(probe).input_ids != processor.tokenizer(probe).input_ids:
-        found.append(f"tokenizer: splits {probe!r} differently")
+        errors.append(f"tokenizer: splits {probe!r} differently")
     read_processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.chat_template == read_processor.chat_template == processor.chat_template:
-        found.append("chat template: differs")
-    return read_processor, found
+        errors.append("chat template: differs")
+    return read_processor, errors
 
 
 def count(module: torch.nn.Module) -> int:

@@ -129,12 +129,12 @@ def damaged_files(folder: Path, expected: Mapping[str, str]) -> list[str]:
 def damage(path: Path, name: str, expected: str) -> str | None:
     """Read a file and return what is wrong with it, or None. `name`: its name in the message."""
     try:
-        found = of_file(path)
+        actual = of_file(path)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     except CheckpointError as error:
         return str(error)
-    return None if found == expected else f"{name} is damaged: {ALGORITHM} {found}, {expected} was written"
+    return None if actual == expected else f"{name} is damaged: {ALGORITHM} {actual}, {expected} was written"
 
 
 def by_size(folder: Path, names: Iterable[str]) -> list[str]:

@@ -49,18 +49,20 @@ def start_point(
         damaged: checkpoints whose files are damaged, with their reasons; they count as incomplete.
     """
     checkpoint = run.checkpoint
-    own = run.run_dir if checkpoint.save_dir is not None else None
-    choice = _own_choice(run, unusable, damaged) if own is not None else None
-    if own is not None and choice is not None:
+    run_dir = run.run_dir if checkpoint.save_dir is not None else None
+    choice = _own_choice(run, unusable, damaged) if run_dir is not None else None
+    if run_dir is not None and choice is not None:
         if not checkpoint.load_optim:
-            raise ConfigError(f"{own} already holds a checkpoint: resume it with --load-optim or choose another --name")
+            raise ConfigError(
+                f"{run_dir} already holds a checkpoint: resume it with --load-optim or choose another --name"
+            )
         return StartPoint("resume", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)
     if checkpoint.load is not None:
         return _load(checkpoint.load, damaged)
     if not checkpoint.init:
         raise ConfigError("nothing to start from: give --megatron-load-dir, or --init for random weights")
     if checkpoint.load_optim:
-        raise ConfigError(f"--load-optim has nothing to resume: {own} has no checkpoint, and --init loads none")
+        raise ConfigError(f"--load-optim has nothing to resume: {run_dir} has no checkpoint, and --init loads none")
     if checkpoint.hf_dir is None:
         raise ConfigError("--init needs the model's config: give its Hugging Face folder with --tokenizer-load-dir")
     return StartPoint("init", None, 0, checkpoint.hf_dir)

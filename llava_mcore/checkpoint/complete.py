@@ -2,8 +2,7 @@
 
 A checkpoint is written under another name and renamed when all of it is on disk. Its run.json, which is written last,
 lists every file with its size: a folder that lost files later, because of a full disk or an interrupted copy, is
-detected
-without reading the weights.
+detected without reading the weights.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({
         limit = latest_iteration(root)
     except CheckpointError as error:
         passed_over.append(str(error))
-    found = iterations(root)
-    if limit is not None and limit not in found:
+    complete = iterations(root)
+    if limit is not None and limit not in complete:
         passed_over.append(f"{root / TRACKER} names iteration {limit}: {iteration_folder(root, limit)} is missing")
-    for iteration in reversed(found):
+    for iteration in reversed(complete):
         folder = iteration_folder(root, iteration)
         problem = damaged.get(folder) or incomplete(folder)
         if limit is not None and iteration > limit:

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint import CheckpointException
 from llava_mcore.checkpoint.checksums import of_files
 from llava_mcore.checkpoint.fp8_scales import EXTRA_STATE, take_scales, with_plain_scales
 from llava_mcore.checkpoint.parallel_reader import ParallelReader
-from llava_mcore.checkpoint.save_plan import SavePlan
+from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import convert_data, sharded_tensors
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
 from llava_mcore.compat.megatron_checkpoints import LoadStrategy, keep_write_results_here, read_with
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
-from llava_mcore.parallel.together import together_in_world
+from llava_mcore.parallel.together import raise_together_in_world
 
 _OPTIMIZER_CLASSES = [Adam, CPUAdam]
 """Classes in the parameter groups of an optimizer on the host; creating one has no side effects."""
@@ -47,7 +47,7 @@ class StateWrite:
     """
 
     def __init__(
-        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, plan: SavePlan | None = None
+        self, state: ShardedStateDict, folder: Path, *, copy: bool = False, plan: SaveAssignment | None = None
     ) -> None:
         """Plan the save and copy the tensors to the host.
 
@@ -56,7 +56,7 @@ class StateWrite:
             plan: of the run's earlier saves; None: this save is planned alone, and every tensor written by its first
                 replica.
         """
-        plan = SavePlan() if plan is None else plan
+        plan = SaveAssignment() if plan is None else plan
         live = convert_data(sharded_tensors(state))
         is_new = plan.begin(state)
         keep_write_results_here()
@@ -146,7 +146,7 @@ def load_state(state: ShardedStateDict, folder: Path, replicas: dist.ProcessGrou
     Raises:
         CheckpointError: on all ranks, if the folder does not fit the model on any of them, or is damaged.
     """
-    stored = together_in_world(lambda: _checked_contents(state, folder))
+    stored = raise_together_in_world(lambda: _checked_contents(state, folder))
     read_with(ParallelReader)
     try:
         divided = replicas is not None and replicas.size() > 1
@@ -219,17 +219,19 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
     """
     stored = stored_tensors(folder)
     wanted_tensors = list(sharded_tensors(state))
-    found = [f"not in the model: {name}" for name in _absent_from_layers((x.key for x in wanted_tensors), stored)]
-    for wanted in wanted_tensors:
-        have = stored.get(wanted.key)
+    mismatches = [f"not in the model: {name}" for name in _absent_from_layers((x.key for x in wanted_tensors), stored)]
+    for expected in wanted_tensors:
+        have = stored.get(expected.key)
         if have is None:
-            found.append(f"missing: {wanted.key} {wanted.global_shape}")
-        elif (have.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch) or have.global_shape[
+            mismatches.append(f"missing: {expected.key} {expected.global_shape}")
+        elif (have.global_shape != expected.global_shape and not expected.allow_shape_mismatch) or have.global_shape[
             1:
-        ] != wanted.global_shape[1:]:
-            found.append(f"different shape: {wanted.key} is {have.global_shape}, the model needs {wanted.global_shape}")
-    if found:
-        unique = sorted(set(found))
+        ] != expected.global_shape[1:]:
+            mismatches.append(
+                f"different shape: {expected.key} is {have.global_shape}, the model needs {expected.global_shape}"
+            )
+    if mismatches:
+        unique = sorted(set(mismatches))
         remedy = "import the model again, or export the checkpoint with the version that wrote it"
         title = f"{folder} is a checkpoint of another model, or by another version of llava_mcore ({remedy})"
         raise CheckpointError(problems(title, unique))
@@ -238,9 +240,9 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
 def _absent_from_layers(keys: Iterable[str], stored: Iterable[str]) -> list[str]:
     """Return stored weights, without FP8 scales, of layers of which `keys` has others."""
     layer_of = re.compile(r"(?!optimizer)(?!.*_extra_state).*?\blayers\.(\d+\.)?")
-    own = set(keys)
-    layers = {match.group() for key in own if (match := layer_of.match(key))}
-    return sorted(x for x in stored if x not in own and (match := layer_of.match(x)) and match.group() in layers)
+    model_keys = set(keys)
+    layers = {match.group() for key in model_keys if (match := layer_of.match(key))}
+    return sorted(x for x in stored if x not in model_keys and (match := layer_of.match(x)) and match.group() in layers)
 
 
 def model_state(chunks: Sequence[MegatronModule], *, is_loading: bool) -> ShardedStateDict:

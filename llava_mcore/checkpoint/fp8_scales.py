@@ -64,17 +64,17 @@ def with_plain_scales(model: MegatronModule, state: ShardedStateDict, *, is_load
         is_loading: request the scales of every module that may have some; modules that have not run yet have none.
     """
     modules = scaled_modules(model)
-    found = {}
+    plain = {}
     for name, value in state.items():
         module_name, _, last = name.rpartition(".")
         if last != EXTRA_STATE or not isinstance(value, ShardedObject):
-            found[name] = value
+            plain[name] = value
         elif module_name in modules:
             scales = modules[module_name].get_fp8_meta_tensors()
             value.data = scales and {key: [x.cpu() for x in tensors] for key, tensors in scales.items()}
             if scales is not None or is_loading:
-                found[name] = value
-    return found
+                plain[name] = value
+    return plain
 
 
 def take_scales(model: MegatronModule, loaded: dict[str, Any]) -> dict[str, Any]:

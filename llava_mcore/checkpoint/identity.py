@@ -62,10 +62,10 @@ def run_id(run_dir: Path) -> str | None:
 
 def ensure_run_id(run_dir: Path) -> str:
     """Return the id of a run's folder, and write one if it has none."""
-    made = run_id(run_dir)
-    if made is None:
-        made = uuid.uuid4().hex
+    identity = run_id(run_dir)
+    if identity is None:
+        identity = uuid.uuid4().hex
         run_dir.mkdir(parents=True, exist_ok=True)
         with naming(run_dir / RUN_ID_FILE):
-            (run_dir / RUN_ID_FILE).write_text(f"{made}\n", encoding="utf-8")
-    return made
+            (run_dir / RUN_ID_FILE).write_text(f"{identity}\n", encoding="utf-8")
+    return identity

@@ -63,12 +63,12 @@ def latest_iteration(root: Path) -> int | None:
     tracker = root / TRACKER
     if not tracker.is_file():
         return None
-    number = _number(tracker)
-    if number is None:
-        found = _tracker_text(tracker)
-        shown = repr(found) if len(found) <= 80 else f"{found[:80]!r}… ({len(found)} characters)"
-        raise CheckpointError(f"{tracker}: expected an iteration number, found {shown}")
-    return number
+    iteration = _number(tracker)
+    if iteration is None:
+        text = _tracker_text(tracker)
+        excerpt = repr(text) if len(text) <= 80 else f"{text[:80]!r}… ({len(text)} characters)"
+        raise CheckpointError(f"{tracker}: expected an iteration number, found {excerpt}")
+    return iteration
 
 
 def _tracker_text(tracker: Path) -> str:
@@ -132,11 +132,11 @@ def latest_readable(root: Path) -> tuple[Path, int]:
         CheckpointError: like `latest_checkpoint`.
     """
     tracker = root / TRACKER
-    number = _number(tracker)
+    iteration = _number(tracker)
     is_release = tracker.is_file() and _tracker_text(tracker) == "release"
-    folder = root / "release" if is_release else root if number is None else iteration_folder(root, number)
+    folder = root / "release" if is_release else root if iteration is None else iteration_folder(root, iteration)
     if folder != root and any(folder.glob("mp_rank_*")):
-        return folder, number or 0
+        return folder, iteration or 0
     return latest_checkpoint(root)
 
 

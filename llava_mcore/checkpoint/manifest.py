@@ -73,9 +73,9 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not path.is_file():
         return None
     content = read_object(path, CheckpointError)
-    found = content.pop("format", None)
-    if found != FORMAT:
-        raise CheckpointError(f"{path}: format {found}; this version reads {FORMAT}")
+    stored_format = content.pop("format", None)
+    if stored_format != FORMAT:
+        raise CheckpointError(f"{path}: format {stored_format}; this version reads {FORMAT}")
     try:
         manifest = Manifest(**content)
     except TypeError as error:

@@ -1,8 +1,7 @@
 """A checkpoint whose tensors are on each node's own disk: every rank writes and reads its own tensors.
 
 The iteration's folder, which all nodes see, holds everything else: run.yaml, the positions in the data, the Hugging
-Face
-files, and local.json, which names every rank's file. It only works with the same layout on the same nodes.
+Face files, and local.json, which names every rank's file. It only works with the same layout on the same nodes.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class LocalWrite:
             copy: copy every tensor, so that training can continue while `write` runs.
             vision_data_parallel: every rank has a whole tower.
         """
-        self._own = _layout(groups, vision_data_parallel)
+        self._own_layout = _layout(groups, vision_data_parallel)
         suffix = [uuid.uuid4().hex[:8]]  # an abandoned attempt may have left a file of the same iteration
         dist.broadcast_object_list(suffix, src=0, group=groups.control)
         self._folder, self._groups = folder, groups
@@ -121,7 +120,7 @@ class LocalWrite:
         files = gather_to_first(groups, (str(self._path), self._path.stat().st_size, self._checksum))
         problem = None
         if groups.rank == 0:
-            content: dict[str, Any] = self._own | {
+            content: dict[str, Any] = self._own_layout | {
                 "files": [file[:2] for file in files],
                 KEY: [file[2] for file in files],
             }
@@ -130,15 +129,15 @@ class LocalWrite:
                 (self._folder / "metadata.json").write_text(json.dumps(METADATA) + "\n", encoding="utf-8")
             except OSError as error:
                 problem = f"{self._folder}: {error}"
-        found = agree(groups, problem)
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
 
     def published(self) -> None:
         """Delete this rank's older files, now that all ranks have this one."""
-        own = re.compile(rf"\.?iter_\d+\..*\.rank_{self._groups.rank:05d}\.pt(\.partial)?")
+        own_file = re.compile(rf"\.?iter_\d+\..*\.rank_{self._groups.rank:05d}\.pt(\.partial)?")
         for path in self._path.parent.iterdir():
-            if own.fullmatch(path.name) and path != self._path:
+            if own_file.fullmatch(path.name) and path != self._path:
                 try:
                     path.unlink()
                 except OSError as error:  # not a reason to stop training
@@ -192,8 +191,8 @@ def load_local(state: ShardedStateDict, checkpoint: Path, rank: int) -> dict[str
     name, _ = read_object(checkpoint / LOCAL, CheckpointError)["files"][rank]
     stored = load_tensors(Path(name), mmap=True)
     parts: Mapping[str, Any] = stored["parts"]
-    wanted, apart, factories = load_preprocess(without_absent_extra_state(state, parts))
-    sharded, _ = extract_sharded_base(wanted)
+    expected, apart, factories = load_preprocess(without_absent_extra_state(state, parts))
+    sharded, _ = extract_sharded_base(expected)
 
     def filled(value: ShardedTensor | ShardedObject) -> Any:
         if _name(value) not in parts:

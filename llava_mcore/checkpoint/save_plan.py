@@ -18,7 +18,7 @@ FILE_BYTES = 1 << 30
 """A rank that writes more writes several files, up to `MAX_FILES`: each in a thread of its own."""
 
 
-class SavePlan:
+class SaveAssignment:
     """Which rank writes what, and the metadata of all of it.
 
     For a new plan megatron-core checks that the ranks together write every tensor once. To do so, and to plan, every
@@ -32,7 +32,7 @@ class SavePlan:
         self.strategy: SaveStrategy | FullyParallelSaveStrategyWrapper = SaveStrategy()
         self._planned: _Structure | None = None
         self._divided: _Structure | None = None
-        """What `strategy` was made for."""
+        """The structure that `strategy` was made for."""
         self._next: _Structure = []
 
     @property
@@ -72,13 +72,13 @@ class SavePlan:
 
     def _new_strategy(self, state: ShardedStateDict) -> list[ShardedTensor]:
         """Choose a strategy; return the tensors that this rank writes. A collective call."""
-        self.strategy = own = SaveStrategy()
+        self.strategy = strategy = SaveStrategy()
         tensors = sharded_tensors(state)
         # A wrapper around one replica would have nothing to divide, and check the plan in every save.
         if self.groups is not None and self.groups.data_parallel.size() > 1:
-            wrapper = FullyParallelSaveStrategyWrapper(own, self.groups.data_parallel, do_cache_distribution=True)
+            wrapper = FullyParallelSaveStrategyWrapper(strategy, self.groups.data_parallel, do_cache_distribution=True)
             wrapper.apply_saving_parallelization(dict(enumerate(tensors)))
             self.strategy = wrapper
         written = [x for x in tensors if x.data is not None and is_main_replica(x.replica_id)]
-        own.thread_count = min(MAX_FILES, 1 + sum(map(num_bytes, written)) // FILE_BYTES)
+        strategy.thread_count = min(MAX_FILES, 1 + sum(map(num_bytes, written)) // FILE_BYTES)
         return written

@@ -50,7 +50,7 @@ def read_metadata(folder: Path) -> Metadata:
     data = read_regular(path, _MAX_BYTES)
     accept_newer_metadata()
     try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except _ForeignError as error:
         raise CheckpointError(
             f"{path}: holds the Python object {error}, which could execute code: it was not opened"
@@ -89,10 +89,10 @@ def _require_plain(folder: Path, *_version: int) -> None:
 
 def _needed(metadata: Metadata) -> dict[str, int]:
     """Return the minimum size of each file in bytes."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        found[info.relative_path] = max(found.get(info.relative_path, 0), info.offset + info.length)
-    return found
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+    return sizes
 
 
 def _problem(path: Path, size: int) -> str | None:
@@ -114,7 +114,7 @@ class _ForeignError(Exception):
     """A pickle names something that is not in the table."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return vars(importlib.import_module(module))[name]

@@ -27,9 +27,9 @@ def require_undamaged(checkpoint: Path) -> str:
     expected = recorded(checkpoint)
     if expected is None:
         return f"{checkpoint} has no checksums: it cannot be verified (written by another program or an older version)"
-    found = damaged_files(checkpoint, {name: expected[name] for name in by_size(checkpoint, expected)})
-    if found:
-        raise CheckpointError(problems(f"{checkpoint} is damaged or has been changed ({HOW_TO_SKIP})", found))
+    damaged = damaged_files(checkpoint, {name: expected[name] for name in by_size(checkpoint, expected)})
+    if damaged:
+        raise CheckpointError(problems(f"{checkpoint} is damaged or has been changed ({HOW_TO_SKIP})", damaged))
     return f"{checkpoint}: {_verified(len(expected), time.perf_counter() - start)}"
 
 
@@ -51,11 +51,11 @@ def damage_found_together(groups: Groups, checkpoint: Path) -> str | None:
     dist.broadcast_object_list(sent, src=0, group=groups.control)
     (files,) = sent
     if files is not None:
-        mine = list(files)[groups.rank :: groups.world_size]
-        problem = "; ".join(damaged_files(checkpoint, {name: files[name] for name in mine})) or None
-    found = agree(groups, problem)
-    if found:
-        return "; ".join(text.partition(": ")[2] for text in found) + f" ({HOW_TO_SKIP})"
+        local_names = list(files)[groups.rank :: groups.world_size]
+        problem = "; ".join(damaged_files(checkpoint, {name: files[name] for name in local_names})) or None
+    messages = agree(groups, problem)
+    if messages:
+        return "; ".join(text.partition(": ")[2] for text in messages) + f" ({HOW_TO_SKIP})"
     if files is None:
         logger.info("%s has no checksums: not verified (written by another program or an older version)", checkpoint)
     else:
@@ -63,5 +63,5 @@ def damage_found_together(groups: Groups, checkpoint: Path) -> str | None:
     return None
 
 
-def _verified(number: int, seconds: float) -> str:
-    return f"{number} files match their checksums ({seconds:.1f} s)"
+def _verified(count: int, seconds: float) -> str:
+    return f"{count} files match their checksums ({seconds:.1f} s)"

@@ -16,7 +16,7 @@ from llava_mcore.cli.flags.samples import limits_of, pixels_of, video_pixels_of
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.doctor.examiner import Examiner, Finding
 from llava_mcore.data.doctor.remarks import remarks_on
-from llava_mcore.data.doctor.report import Report
+from llava_mcore.data.doctor.report import DataReport
 from llava_mcore.data.doctor.scan import Task, choose, scan
 from llava_mcore.data.doctor.show import conversation_text
 from llava_mcore.data.doctor.tables import print_report
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 2 if report.reasons_not_to_train else 0
 
 
-def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner | None]:
+def examine(args: argparse.Namespace, assets: Assets) -> tuple[DataReport, Examiner | None]:
     """Check files and samples; the examiner is None if the data cannot be opened.
 
     Raises:
@@ -87,7 +87,7 @@ def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner 
     start = time.perf_counter()
     if examiner is not None:
         _scan(examiner, tasks, tally, args)
-    report = Report(
+    report = DataReport(
         data_path=str(args.data_path),
         tokenizer_dir=str(args.tokenizer_load_dir),
         seq_length=args.seq_length,
@@ -95,7 +95,7 @@ def examine(args: argparse.Namespace, assets: Assets) -> tuple[Report, Examiner 
         unit=assets.plan.unit,
         packing_buffer_size=DEFAULTS.packing_buffer_size,
         max_skip_rate=args.max_skip_rate,
-        full=sum(len(numbers) for _, numbers in tasks) == sum(d.num_samples for d in datasets),
+        full=sum(len(indices) for _, indices in tasks) == sum(d.num_samples for d in datasets),
         seconds=time.perf_counter() - start,
         stop=tuple(stop),
         remarks=(*_remarks(datasets), *warnings_of_large_media(data, assets)),
@@ -132,22 +132,22 @@ def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, args: argpars
     )
     progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with progress:
-        bar = progress.add_task("", total=sum(len(numbers) for _, numbers in tasks))
+        bar = progress.add_task("", total=sum(len(indices) for _, indices in tasks))
 
-        def take(found: Finding) -> None:
-            tally.add(found, num_examples=args.show)
+        def take(finding: Finding) -> None:
+            tally.add(finding, num_examples=args.show)
             progress.advance(bar)
 
         scan(examiner, tasks, num_workers=args.num_workers, on_finding=take)
 
 
-def _show(examiner: Examiner, report: Report, assets: Assets, console: Console) -> None:
-    for found in report.tally.examples:
-        tokens = examiner.conversation(found)
+def _show(examiner: Examiner, report: DataReport, assets: Assets, console: Console) -> None:
+    for finding in report.tally.examples:
+        tokens = examiner.conversation(finding)
         marked = "colored" if console.is_terminal else "between « and »"
         console.print(
-            f"sample {found.key} of {found.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them trained "
-            f"({marked})",
+            f"sample {finding.key} of {finding.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them "
+            f"trained ({marked})",
             markup=False,
             soft_wrap=True,
         )
@@ -155,7 +155,7 @@ def _show(examiner: Examiner, report: Report, assets: Assets, console: Console) 
         console.print()
 
 
-def _write(file: Path, report: Report) -> None:
+def _write(file: Path, report: DataReport) -> None:
     try:
         file.write_text(json.dumps(report.as_json(), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

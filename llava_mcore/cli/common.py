@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from llava_mcore.compat.startup import IN_VAIN_HERE, skip_unused_imports
+from llava_mcore.compat.startup import UNUSED_IMPORTS_HERE, skip_unused_imports
 from llava_mcore.compat.tested import untested_line
 from llava_mcore.run.messages import with_messages
 
@@ -28,4 +28,4 @@ def conversion_main(
 
 def skip_unused_here() -> None:
     """Skip what libraries import and a conversion never uses: a third of a command's start."""
-    skip_unused_imports(*IN_VAIN_HERE)
+    skip_unused_imports(*UNUSED_IMPORTS_HERE)

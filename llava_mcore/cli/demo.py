@@ -57,9 +57,9 @@ def _url(text: str) -> str:
     return text.rstrip("/")
 
 
-def _python(given: Path | None) -> str:
+def _python(python: Path | None) -> str:
     """Return a Python that has Gradio. ConfigError if there is none."""
-    chosen = given or (OWN_PYTHON if OWN_PYTHON.is_file() else Path(sys.executable))
+    chosen = python or (OWN_PYTHON if OWN_PYTHON.is_file() else Path(sys.executable))
     try:
         done = subprocess.run([str(chosen), "-c", HAS_GRADIO], check=False)
     except OSError as error:

@@ -28,11 +28,11 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "auto"}
 WIDTH = 160
-"""Of the table where there is no terminal."""
+"""Width of the table where there is no terminal."""
 
 
-class Report:
-    """What is finished. The file is written again with every part, because the next one may take hours and fail."""
+class EvaluationReport:
+    """The finished results. The file is written again with every part, because the next one may take hours and fail."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -66,9 +66,9 @@ class Report:
 
 def run(args: argparse.Namespace) -> int:
     """Score; returns 0. What is finished is printed and written even if a later part fails."""
-    given, args = args, with_defaults(args)
-    check(args, given)
-    report = Report(args.json)
+    typed, args = args, with_defaults(args)
+    check(args, typed)
+    report = EvaluationReport(args.json)
     try:
         for folder in args.hf_dir:
             report.begin(folder)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ask_folder(report: Report, hf_dir: Path, args: argparse.Namespace) -> None:
+def _ask_folder(report: EvaluationReport, hf_dir: Path, args: argparse.Namespace) -> None:
     if args.data_path is not None:
         report.add(data=score_records(answer_folder(hf_dir, _job(args))))
     if args.tasks:

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the conversion."""
     start = time.perf_counter()
     # A wrong path is reported before the imports that take seconds.
-    require_absent(args.hf_dir, what="the export")
+    require_absent(args.hf_dir, activity="the export")
     latest_readable(args.megatron_dir)
     skip_unused_here()
     from llava_mcore.adapters.adapter_record import holds_adapters

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llava_mcore.answering.answer_file import finish, partial_of
 from llava_mcore.answering.hf_model import Quantization
-from llava_mcore.answering.job import DataJob, Job, Layout, Reading
+from llava_mcore.answering.job import DataJob, Job, Layout, ReadOptions
 from llava_mcore.answering.megatron_answers import answer_checkpoint
 from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.answering.user_files import MediaFiles, conversation_of_files
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def reading_of(args: argparse.Namespace) -> Reading:
+def reading_of(args: argparse.Namespace) -> ReadOptions:
     """Return how conversations are read. ConfigError for an invalid limit."""
-    return Reading(args.chat_template, args.special_tokens_in_text, limits_of(args), pixels_of(args))
+    return ReadOptions(args.chat_template, args.special_tokens_in_text, limits_of(args), pixels_of(args))
 
 
 def sampling_of(args: argparse.Namespace) -> TokenSampling:
@@ -71,35 +71,35 @@ def quantization_of(args: argparse.Namespace) -> Quantization | None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError with everything that does not go together."""
-    found = []
+    errors = []
     if (args.hf_dir is None) == (args.megatron_dir is None):
-        found.append("give one of --hf-dir and --megatron-dir")
+        errors.append("give one of --hf-dir and --megatron-dir")
     if (args.question is None) == (args.data_path is None):
-        found.append("give one of --question and --data-path")
+        errors.append("give one of --question and --data-path")
     if (args.data_path is None) != (args.out is None):
-        found.append("--data-path and --out need each other")
+        errors.append("--data-path and --out need each other")
     if args.data_path is not None and (args.image or args.video or args.audio):
-        found.append("--image, --video and --audio belong to --question")
+        errors.append("--image, --video and --audio belong to --question")
     if args.data_path is None and (args.split is not None or args.num_samples is not None or args.every_answer):
-        found.append("--split, --num-samples and --every-answer belong to --data-path")
+        errors.append("--split, --num-samples and --every-answer belong to --data-path")
     if args.batch_size is not None and (args.megatron_dir is None or args.data_path is None):
-        found.append("--batch-size is for the questions of --data-path to --megatron-dir")
+        errors.append("--batch-size is for the questions of --data-path to --megatron-dir")
     if args.hf_dir is not None and args.tp * args.pp > 1:
-        found.append("--tp and --pp are for --megatron-dir: transformers runs a Hugging Face folder in one process")
+        errors.append("--tp and --pp are for --megatron-dir: transformers runs a Hugging Face folder in one process")
     if args.hf_dir is not None and args.base_dir is not None:
-        found.append("--base-dir is for --megatron-dir")
+        errors.append("--base-dir is for --megatron-dir")
     if args.megatron_dir is not None and (args.load_in_4bit or args.load_in_8bit):
-        found.append("--load-in-4bit and --load-in-8bit are for --hf-dir: run export-hf first")
+        errors.append("--load-in-4bit and --load-in-8bit are for --hf-dir: run export-hf first")
     if args.out is not None and not args.out.parent.is_dir():
-        found.append(f"--out {args.out}: there is no folder {args.out.parent}; create it first")
+        errors.append(f"--out {args.out}: there is no folder {args.out.parent}; create it first")
     if args.out is not None and args.out.is_dir():
-        found.append(f"--out {args.out} is a folder: give the name of a file in it")
+        errors.append(f"--out {args.out} is a folder: give the name of a file in it")
     quantization_of(args)
-    if found:
-        raise ConfigError("; ".join(found))
+    if errors:
+        raise ConfigError("; ".join(errors))
 
 
-def _asked(args: argparse.Namespace, reading: Reading) -> Conversation | DataJob:
+def _asked(args: argparse.Namespace, reading: ReadOptions) -> Conversation | DataJob:
     if args.data_path is None:
         sampling = Sampling(args.video_fps, args.video_max_frames)
         files = MediaFiles(args.image, args.video, args.audio)

@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the conversion."""
     start = time.perf_counter()
     # A wrong path is reported before the imports that take seconds.
-    require_absent(args.megatron_dir, what="the import")
+    require_absent(args.megatron_dir, activity="the import")
     require_source(args.hf_dir)
     skip_unused_here()
     from llava_mcore.convert.import_hf import import_hf

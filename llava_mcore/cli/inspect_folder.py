@@ -14,7 +14,7 @@ from llava_mcore.cli.common import conversion_main, skip_unused_here
 from llava_mcore.cli.flags.inspect_folder import parser
 
 if TYPE_CHECKING:
-    from llava_mcore.convert.inventory import Inventory, Row
+    from llava_mcore.convert.inventory import Inventory, InventoryRow
 
 WIDE = 160  # columns without a terminal, so that names are not truncated
 
@@ -38,11 +38,11 @@ def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-def _parts(rows: Sequence[Row]) -> Table:
+def _parts(rows: Sequence[InventoryRow]) -> Table:
     """One line per part and state."""
     right = ("tensors", "parameters", "GB")
     table = _table("\nparts", "part", "training", "dtype", *right, right=right)
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[InventoryRow]] = {}
     for row in rows:
         groups.setdefault((row.part, row.state), []).append(row)
     for (part, state), members in groups.items():
@@ -52,12 +52,12 @@ def _parts(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _sums(rows: Sequence[Row]) -> tuple[str, str, str]:
+def _sums(rows: Sequence[InventoryRow]) -> tuple[str, str, str]:
     tensors, parameters = sum(x.count for x in rows), sum(x.parameters for x in rows)
     return f"{tensors:,}", f"{parameters:,}", f"{sum(x.num_bytes for x in rows) / 1e9:.3f}"
 
 
-def _shapes(rows: Sequence[Row]) -> Table:
+def _shapes(rows: Sequence[InventoryRow]) -> Table:
     """One line per kind of tensor."""
     table = _table("\ntensors", "name", "shape", "dtype", "times", "training", right=("times",))
     for row in rows:
@@ -65,7 +65,7 @@ def _shapes(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _ignored(rows: Sequence[Row]) -> Table:
+def _ignored(rows: Sequence[InventoryRow]) -> Table:
     table = _table("\ntraining ignores", "name", "times", "because", right=("times",))
     for row in rows:
         table.add_row(row.name, str(row.count), row.ignored)

@@ -27,7 +27,7 @@ from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, wr
 from llava_mcore.data.prepare.prepare_source import Result, prepare
 from llava_mcore.data.prepare.record_layouts import Keys
 from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.prepare.shard_plan import Counting, Options, Source
+from llava_mcore.data.prepare.shard_plan import Counting, Options, SourcePaths
 from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.data.prepare.summary import draw, failures, show
 from llava_mcore.errors import DataError, problems
@@ -85,28 +85,28 @@ def _counting(args: argparse.Namespace) -> Counting | None:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise one DataError for flags that contradict each other."""
-    found = []
+    errors = []
     listings = [path for path in args.sources if is_listing(path)]
     if listings and len(args.sources) > 1:
-        found.append(f"{listings[0]} lists sources, so it must be the only SRC; add the others to it")
+        errors.append(f"{listings[0]} lists sources, so it must be the only SRC; add the others to it")
     if listings:
         keys = ("image_key", "video_key", "audio_key", "question_key", "answer_key")
-        own = ("format", "image_dir", "source_split", *keys, "captions", "frames_fps")
-        set_anyway = [name for name in own if getattr(args, name) != parser().get_default(name)]
-        found += [f"--{name.replace('_', '-')} belongs to each source in {listings[0]}" for name in set_anyway]
+        keys_of_sources = ("format", "image_dir", "source_split", *keys, "captions", "frames_fps")
+        set_anyway = [name for name in keys_of_sources if getattr(args, name) != parser().get_default(name)]
+        errors += [f"--{name.replace('_', '-')} belongs to each source in {listings[0]}" for name in set_anyway]
     needing = {"--pack-to": args.pack_to, "--chat-template": args.chat_template, "--lang": args.lang}
     if args.tokenizer_load_dir is None:
-        found += [f"{flag} needs --tokenizer-load-dir" for flag, value in needing.items() if value is not None]
+        errors += [f"{flag} needs --tokenizer-load-dir" for flag, value in needing.items() if value is not None]
     if args.num_workers < 0:
-        found.append(f"--num-workers is {args.num_workers}; use 0 for this process, or a number of processes")
-    if found:
-        raise DataError(problems("prepare cannot start", found))
+        errors.append(f"--num-workers is {args.num_workers}; use 0 for this process, or a number of processes")
+    if errors:
+        raise DataError(problems("prepare cannot start", errors))
 
 
 def _prepare_one(args: argparse.Namespace, options: Options, console: Console) -> Result:
     keys = Keys(args.image_key, args.question_key, args.answer_key, args.captions, args.video_key, args.audio_key)
     opening = Opening(args.format, args.image_dir, args.source_split, keys, frames_fps=args.frames_fps)
-    source = Source(tuple(args.sources), opening)
+    source = SourcePaths(tuple(args.sources), opening)
     return _prepare(source, args.out, args, options, console)
 
 
@@ -125,7 +125,7 @@ def _prepare_listed(args: argparse.Namespace, options: Options, console: Console
     return results
 
 
-def _prepare(source: Source, out: Path, args: argparse.Namespace, options: Options, console: Console) -> Result:
+def _prepare(source: SourcePaths, out: Path, args: argparse.Namespace, options: Options, console: Console) -> Result:
     with _Bar(console) as bar:
         return prepare(
             source,
@@ -154,16 +154,16 @@ class _Bar:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
-    def begin(self, what: str, total: int | None) -> None:
+    def begin(self, activity: str, total: int | None) -> None:
         """Start showing a new step."""
         if self._task is not None:
             self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(what, total=total, rate="")
+        self._task = self._progress.add_task(activity, total=total, rate="")
 
-    def advance(self, number: int) -> None:
+    def advance(self, count: int) -> None:
         """Advance the bar."""
         assert self._task is not None
-        self._progress.update(self._task, advance=number)
+        self._progress.update(self._task, advance=count)
         speed = self._progress.tasks[-1].speed
         self._progress.update(self._task, rate="" if speed is None else f"{speed:,.0f}/s")
 

@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
 def _show_adapter(folder: Path, served: Served) -> int:
     """Print vLLM's command for a PEFT folder, and what it would refuse of it or compute differently; return 0 or 2."""
     config = read_object(folder / ADAPTER_CONFIG, ConversionError)
-    found = vllm_problems(config)
-    if found:
+    errors = vllm_problems(config)
+    if errors:
         print(
-            problems(f"error: vLLM cannot serve {folder} beside its model: export-hf --merge", found),
+            problems(f"error: vLLM cannot serve {folder} beside its model: export-hf --merge", errors),
             file=sys.stderr,
         )
         return 2

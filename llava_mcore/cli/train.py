@@ -38,8 +38,8 @@ def _run(arguments: list[str]) -> int:
 
 def _submit(run: RunConfig, arguments: Sequence[str], command_line: CommandLine) -> int:
     """Write SAVE_DIR/NAME/train.sbatch and submit it; with --dry-run, print it."""
-    kept = [text for text in arguments if text not in ("--submit", "--dry-run")]
-    job = prepare_job(run, kept, command_line.typed)
+    passed_on = [text for text in arguments if text not in ("--submit", "--dry-run")]
+    job = prepare_job(run, passed_on, command_line.typed)
     for note in job.notes:
         print(f"note: {note}", file=sys.stderr)
     if command_line.dry_run:

@@ -44,13 +44,13 @@ class FrozenProduct:
 
     make_matrix: MakeMatrix
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **given: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Tensor:
         """Return [s, b, o] (called by megatron-core). `weight`: only there because it asks for one."""
-        if given["sequence_parallel"]:
+        if kwargs["sequence_parallel"]:
             input = gather_from_sequence_parallel_region(
-                input, tensor_parallel_output_grad=True, group=given["tp_group"]
+                input, tensor_parallel_output_grad=True, group=kwargs["tp_group"]
             )
-        group = given["tp_group"] if given["allreduce_dgrad"] else None
+        group = kwargs["tp_group"] if kwargs["allreduce_dgrad"] else None
         product: Tensor = _Product.apply(input, self.make_matrix, group)
         return product if bias is None else product + bias
 
@@ -58,9 +58,9 @@ class FrozenProduct:
 class BiasAfterProduct:
     """Beside one of megatron-core's linear layers among the base classes: adds the bias where autograd sees it."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **given: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Tensor:
         """Return [s, b, o] (called by megatron-core)."""
-        product: Tensor = super()._forward_impl(input, weight, bias=None, **given)  # type: ignore[misc]
+        product: Tensor = super()._forward_impl(input, weight, bias=None, **kwargs)  # type: ignore[misc]
         return product if bias is None else product + bias
 
 
@@ -70,8 +70,8 @@ def train_biases(model: nn.Module) -> None:
     Call when it is known what is trained, and before matrices are quantized.
     """
     for layer in model.modules():
-        own = dict(layer.named_parameters(recurse=False))
-        matrix, bias = own.get("weight"), own.get("bias")
+        parameters = dict(layer.named_parameters(recurse=False))
+        matrix, bias = parameters.get("weight"), parameters.get("bias")
         if matrix is None or matrix.requires_grad or bias is None or not bias.requires_grad:
             continue
         if isinstance(layer, ColumnParallelLinear):

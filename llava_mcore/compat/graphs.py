@@ -45,7 +45,7 @@ def make_graphs(
         _without_random_numbers(part)
     dropping = DropActivations(parameter for part in parts for parameter in part.parameters())
     with _capturing():
-        found = make_graphed_callables(
+        graphs = make_graphed_callables(
             tuple(parts),
             tuple(samples),
             allow_unused_input=True,
@@ -57,7 +57,7 @@ def make_graphs(
             pre_warmup_hook=dropping.__enter__,
             post_warmup_hook=lambda: dropping.__exit__(),
         )
-    return list(found)
+    return list(graphs)
 
 
 def destroy_graphs(graphs: Iterable[Callable[..., Tensor]]) -> None:
@@ -67,8 +67,8 @@ def destroy_graphs(graphs: Iterable[Callable[..., Tensor]]) -> None:
         required(graph, "reset")()
 
 
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-"""What a tensor of undefined values is made from."""
+_TensorSpec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""Arguments from which a tensor of undefined values is made."""
 
 
 class DropActivations(torch.autograd.graph.saved_tensors_hooks):
@@ -83,17 +83,17 @@ class DropActivations(torch.autograd.graph.saved_tensors_hooks):
     """Bytes. Smaller tensors are kept."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        kept = {parameter.data_ptr() for parameter in parameters}
+        addresses = {parameter.data_ptr() for parameter in parameters}
 
-        def pack(x: Tensor) -> Tensor | _Layout:
+        def pack(x: Tensor) -> Tensor | _TensorSpec:
             # Integers may be indices, except those of one byte, which hold FP8 values. Quantized weights are of classes
             # of their own and kept between passes anyway.
             values = type(x) is Tensor and (x.is_floating_point() or x.dtype == torch.uint8)
-            if not values or x.numel() * x.itemsize < self.LARGE or x.data_ptr() in kept:
+            if not values or x.numel() * x.itemsize < self.LARGE or x.data_ptr() in addresses:
                 return x.detach()
             return x.size(), x.stride(), x.dtype, x.device
 
-        def unpack(x: Tensor | _Layout) -> Tensor:
+        def unpack(x: Tensor | _TensorSpec) -> Tensor:
             if isinstance(x, Tensor):
                 return x
             size, stride, dtype, device = x

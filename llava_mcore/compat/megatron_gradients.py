@@ -28,9 +28,9 @@ def gradient_ranges(wrapped: DistributedDataParallel, parameters: Container[Para
         places = required(buffer, "param_index_map")  # start, end and bucket of each parameter
         spans = sorted((start, end, param in parameters) for param, (start, end, _) in places.items())
         reduced = _reduced_here(buffer)
-        for is_wanted, found in groupby(spans, key=lambda span: span[2]):
+        for is_wanted, group in groupby(spans, key=lambda span: span[2]):
             if is_wanted:
-                together = list(found)
+                together = list(group)
                 for start, end in reduced:
                     first, last = max(start, together[0][0]), min(end, together[-1][1])
                     if first < last:

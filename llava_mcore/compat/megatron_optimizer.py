@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from llava_mcore.compat.required import replace_name, required
 
 
-class _RefusedError(Exception):
+class _RefusedUpdateError(Exception):
     """Carries the gradient norm of a step whose update is refused."""
 
     def __init__(self, grad_norm: float) -> None:
@@ -45,13 +45,13 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
         norm: Tensor | float | None = take_norm()
         on_host = 0.0 if norm is None else float(norm)
         if refused(on_host):
-            raise _RefusedError(on_host)
+            raise _RefusedUpdateError(on_host)
         return norm  # as it is: a tensor divides in fp32, a float in float64, and clipped gradients would differ
 
     replace_name(optimizer, "get_grad_norm", checked)
     try:
         updated, _, _ = optimizer.step()  # its norm is the same; to read it again would wait for the update
-    except _RefusedError as error:
+    except _RefusedUpdateError as error:
         return False, error.grad_norm
     finally:
         del optimizer.get_grad_norm
@@ -74,8 +74,8 @@ def own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int
 
 def own_part(optimizer: DistributedOptimizer, param: Parameter) -> Parameter:
     """Return this rank's part of a parameter, which the inner optimizer updates."""
-    group, number = required(optimizer, "model_param_group_index_map")[param]
-    return optimizer.optimizer.param_groups[group]["params"][number]
+    group, index = required(optimizer, "model_param_group_index_map")[param]
+    return optimizer.optimizer.param_groups[group]["params"][index]
 
 
 def weights_and_moments(optimizer: DistributedOptimizer, param: Parameter) -> dict[str, Tensor]:

@@ -12,14 +12,14 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
-IN_VAIN = ("sklearn", "scipy", "accelerate")
+UNUSED_IMPORTS = ("sklearn", "scipy", "accelerate")
 """transformers imports them if they are installed, as in NVIDIA's containers: for one way of generation, losses of
 object detection, and models on several devices."""
 
 SHARED = ("flash_attn",)
 """Modules of several distributions: FlashAttention 2 and 4."""
 
-IN_VAIN_HERE = ("wandb", "tensorboard", "multistorageclient")
+UNUSED_IMPORTS_HERE = ("wandb", "tensorboard", "multistorageclient")
 """megatron-core imports them if they are installed: to log its timers, and to read checkpoints in object stores. A
 conversion does neither. They take as long as megatron-core itself."""
 
@@ -32,7 +32,7 @@ def skip_unused_imports(*more: str) -> None:
 
     Only for processes that do not need them. A build, for example, needs accelerate to read a GGUF file.
     """
-    for name in (*IN_VAIN, *more):
+    for name in (*UNUSED_IMPORTS, *more):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 

@@ -20,18 +20,18 @@ Releases that differ only in their third number count as one."""
 
 def untested_versions(installed: Mapping[str, str]) -> list[str]:
     """Return installed versions outside the tested ranges, such as "torch 2.16.0 (tested: 2.11.0 to 2.15.0)"."""
-    found = []
+    untested = []
     for name, (low, high) in TESTED.items():
         if name in installed and not _release(low) <= _release(installed[name]) < _next_minor(high):
             ends = low if low == high else f"{low} to {high}"
-            found.append(f"{name} {installed[name]} (tested: {ends})")
-    return found
+            untested.append(f"{name} {installed[name]} (tested: {ends})")
+    return untested
 
 
 def _release(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a version; NVIDIA's images have versions such as 2.12.0a0+1a2b3c."""
-    numbers = re.match(r"[0-9]+(\.[0-9]+)*", text)
-    return tuple(int(x) for x in numbers[0].split(".")) if numbers else ()
+    match = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    return tuple(int(x) for x in match[0].split(".")) if match else ()
 
 
 def _next_minor(text: str) -> tuple[int, int]:
@@ -41,16 +41,16 @@ def _next_minor(text: str) -> tuple[int, int]:
 
 def installed_versions() -> dict[str, str]:
     """Return the installed versions of the packages in TESTED without importing them."""
-    found = {}
+    installed = {}
     for name in TESTED:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def untested_line() -> str | None:
     """Return one line with the packages in untested versions; None if there are none."""
-    found = untested_versions(installed_versions())
-    return f"versions that have not been tested: {', '.join(found)}; see docs/install.md" if found else None
+    untested = untested_versions(installed_versions())
+    return f"versions that have not been tested: {', '.join(untested)}; see docs/install.md" if untested else None

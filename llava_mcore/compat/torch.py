@@ -48,9 +48,9 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     required(torch, "_assert_async")(condition, message)
 
 
-def is_view_of(part: Tensor, whole: Tensor) -> bool:
+def is_view_of(part: Tensor, base: Tensor) -> bool:
     """Return whether a tensor is another one or shows a part of it."""
-    return part is whole or required(part, "_base") is whole
+    return part is base or required(part, "_base") is base
 
 
 def rebuild_tensor() -> Callable[..., Tensor]:

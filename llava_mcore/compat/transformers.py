@@ -88,8 +88,8 @@ def video_processor_class(config: PretrainedConfig) -> type[BaseVideoProcessor]:
         VIDEO_PROCESSOR_MAPPING,  # torchvision's import takes long
     )
 
-    found = VIDEO_PROCESSOR_MAPPING[type(config)]
-    kind: type[BaseVideoProcessor] = found["torchvision"] if isinstance(found, dict) else found
+    entry = VIDEO_PROCESSOR_MAPPING[type(config)]
+    kind: type[BaseVideoProcessor] = entry["torchvision"] if isinstance(entry, dict) else entry
     return kind
 
 
@@ -113,12 +113,12 @@ def tower_names_in_files(outputs: dict[str, Tensor], prefix: str, tower: str, *,
 
 def tower_tensors_in_files(tensors: dict[str, Tensor], prefix: str, tower: str) -> dict[str, Tensor]:
     """Return a model's tensors under their names in files. `prefix`, `tower`: as above."""
-    found = {name: x for name, x in tensors.items() if "." not in name}
+    result = {name: x for name, x in tensors.items() if "." not in name}
     for kind in dict.fromkeys(name.rpartition(".")[2] for name in tensors if "." in name):
         end = f".{kind}"
         modules = {name.removesuffix(end): x for name, x in tensors.items() if name.endswith(end)}
-        found |= {name + end: x for name, x in tower_names_in_files(modules, prefix, tower, dim=0).items()}
-    return found
+        result |= {name + end: x for name, x in tower_names_in_files(modules, prefix, tower, dim=0).items()}
+    return result
 
 
 def _old_name(name: str) -> str:

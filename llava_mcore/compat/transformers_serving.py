@@ -61,11 +61,11 @@ def _fitting_template(processor: Any, model: Any) -> Any:
     For Qwen's classes transformers (5.17) looks for what begins an answer in ChatML. In a prompt of another template it
     finds none, and the answer would repeat the whole prompt.
     """
-    found = _response_template(processor, model)
-    start = () if found is None else found.get("start_anchor", ())
+    template = _response_template(processor, model)
+    start = () if template is None else template.get("start_anchor", ())
     starts = (start,) if isinstance(start, str) else start
     fits = not starts or any(each.strip() in str(processor.chat_template) for each in starts)
-    return found if fits else None
+    return template if fits else None
 
 
 replace_name(serving_utils, "get_response_template", _fitting_template)
@@ -76,21 +76,21 @@ class StopCut:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = stops, ""
-        self.found = False
+        self.is_stopped = False
 
     def feed(self, piece: str) -> str:
         """Return what can be shown now. An end that may be the beginning of a stop waits for the next piece."""
-        if self.found:
+        if self.is_stopped:
             return ""
         text = self._held + piece
         places = [text.index(stop) for stop in self._stops if stop in text]
         if places:
-            self.found, self._held = True, ""
+            self.is_stopped, self._held = True, ""
             return text[: min(places)]
         beginnings = [stop[:n] for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        shown = len(text) - max(map(len, beginnings), default=0)
-        self._held = text[shown:]
-        return text[:shown]
+        num_shown = len(text) - max(map(len, beginnings), default=0)
+        self._held = text[num_shown:]
+        return text[:num_shown]
 
     def rest(self) -> str:
         """Return what still waits when the text has ended."""
@@ -126,7 +126,7 @@ class _Pinned:
     generations: Any
 
 
-class _Generation:
+class _RequestGeneration:
     """Generates one answer as its request asks. transformers' handler calls it as it would its own manager."""
 
     def __init__(self, pinned: _Pinned, body: dict[str, Any], stops: Sequence[str]) -> None:
@@ -134,13 +134,13 @@ class _Generation:
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any) -> Any:
         self._limit(config, inputs)
-        ours = self._generating(model, processor, inputs)
-        return self._pinned.generations.generate_streaming(ours, processor, inputs, config, **options)
+        wrapped = self._generating(model, processor, inputs)
+        return self._pinned.generations.generate_streaming(wrapped, processor, inputs, config, **options)
 
     async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any) -> Any:
         self._limit(config, inputs)
-        ours = self._generating(model, processor, inputs)
-        return await self._pinned.generations.generate_non_streaming(ours, processor, inputs, config, **options)
+        wrapped = self._generating(model, processor, inputs)
+        return await self._pinned.generations.generate_non_streaming(wrapped, processor, inputs, config, **options)
 
     def _limit(self, config: Any, inputs: Any) -> None:
         """Set the longest answer. HTTPException if prompt and answer exceed the model's positions."""
@@ -165,13 +165,13 @@ class _Generation:
         seed, prompt = self._body.get("seed"), inputs["input_ids"].shape[-1]
         ends = [_EndAtStop(processor.tokenizer, prompt, self._stops)] if self._stops else []
 
-        def generate(**given: Any) -> Any:
+        def generate(**kwargs: Any) -> Any:
             # In the only thread that generates, so no other request draws numbers in between.
             if seed is None:
                 torch.seed()
             else:
                 torch.manual_seed(seed)
-            return model.generate(**given, stopping_criteria=StoppingCriteriaList(ends))
+            return model.generate(**kwargs, stopping_criteria=StoppingCriteriaList(ends))
 
         return SimpleNamespace(generate=generate)
 
@@ -179,11 +179,11 @@ class _Generation:
 class _OneState(_State):
     """transformers' state of generation, with the generation of one request."""
 
-    def __init__(self, generation: _Generation) -> None:
+    def __init__(self, generation: _RequestGeneration) -> None:
         super().__init__()
         self._generation = generation
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> _Generation:
+    def get_manager(self, model_id: str, use_cb: bool = False) -> _RequestGeneration:
         return self._generation
 
 
@@ -192,7 +192,7 @@ class _OneAnswer(_Handler):
 
     def __init__(self, pinned: _Pinned, body: dict[str, Any]) -> None:
         stops = body.get("stop") or []
-        super().__init__(pinned.models, _OneState(_Generation(pinned, body, stops)))
+        super().__init__(pinned.models, _OneState(_RequestGeneration(pinned, body, stops)))
         self._pinned, self._cut = pinned, StopCut(stops)
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
@@ -216,19 +216,19 @@ class _OneAnswer(_Handler):
     def _build_completion(
         self, request_id: str, content: str, model_id: str, finish_reason: str, **options: Any
     ) -> dict[str, Any]:
-        shown = self._cut.feed(content) + self._cut.rest()
-        reason = "stop" if self._cut.found else finish_reason
-        completion: dict[str, Any] = super()._build_completion(request_id, shown, model_id, reason, **options)
+        text = self._cut.feed(content) + self._cut.rest()
+        reason = "stop" if self._cut.is_stopped else finish_reason
+        completion: dict[str, Any] = super()._build_completion(request_id, text, model_id, reason, **options)
         return completion
 
     def _build_chunk_sse(
         self, request_id: str = "", content: str | None = None, finish_reason: str | None = None, **options: Any
     ) -> str:
-        shown = content if content is None else self._cut.feed(content)
+        text = content if content is None else self._cut.feed(content)
         if finish_reason is not None:
-            shown = self._cut.rest() or None
-            finish_reason = "stop" if self._cut.found else finish_reason
-        return str(super()._build_chunk_sse(request_id, content=shown, finish_reason=finish_reason, **options))
+            text = self._cut.rest() or None
+            finish_reason = "stop" if self._cut.is_stopped else finish_reason
+        return str(super()._build_chunk_sse(request_id, content=text, finish_reason=finish_reason, **options))
 
 
 class PinnedHandler:

@@ -22,13 +22,13 @@ MAX_VALUES = 20_000
 """Maximum number of values with expanded aliases: a few lines of aliases can expand to billions."""
 
 
-def read_document(path: Path, what: str = "a configuration file") -> Any:
+def read_document(path: Path, kind_of_document: str = "a configuration file") -> Any:
     """Return the contents of a file: JSON if its name ends in .json, else YAML; None if it is empty.
 
     Raises:
         ConfigError: not a regular file of UTF-8, too large, nested too deeply, a key given twice, or not valid.
     """
-    text = _read_text(path, what)
+    text = _read_text(path, kind_of_document)
     kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
         return _parse_json(text) if kind == "JSON" else _parse_yaml(text)
@@ -38,23 +38,23 @@ def read_document(path: Path, what: str = "a configuration file") -> Any:
         raise ConfigError(f"{path}: not valid {kind}: {error}") from error
 
 
-def _read_text(path: Path, what: str) -> str:
+def _read_text(path: Path, kind_of_document: str) -> str:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-            raise ConfigError(f"{path}: cannot be read as {what}: it is {kind}")
+            raise ConfigError(f"{path}: cannot be read as {kind_of_document}: it is {kind}")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise ConfigError(f"{path}: cannot be read as {what}: it has more than {MAX_BYTES:,} bytes")
+            raise ConfigError(f"{path}: cannot be read as {kind_of_document}: it has more than {MAX_BYTES:,} bytes")
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path}: cannot be read as {what}: not UTF-8 (byte {error.start}); save it as UTF-8"
+            f"{path}: cannot be read as {kind_of_document}: not UTF-8 (byte {error.start}); save it as UTF-8"
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as {what}: {error}") from error
+        raise ConfigError(f"{path}: cannot be read as {kind_of_document}: {error}") from error
 
 
 def _parse_json(text: str) -> Any:

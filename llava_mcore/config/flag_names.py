@@ -143,7 +143,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("faults.skip_train_iteration_range", ("--skip-train-iteration-range",), many=True),
     ),
 }
-ALREADY = {
+ALWAYS_ON_FLAGS = {
     "--dist-ckpt": "all checkpoints are distributed and load at any layout",
 }
 """Flags of other launchers whose feature is always on here."""

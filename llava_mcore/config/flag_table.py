@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic.fields import FieldInfo
 
-from llava_mcore.config.flag_names import ALL_FLAGS, ALREADY, FLAGS
+from llava_mcore.config.flag_names import ALL_FLAGS, ALWAYS_ON_FLAGS, FLAGS
 from llava_mcore.config.flags import default_text
 from llava_mcore.config.load import config_fields
 from llava_mcore.config.needs import NEEDS, name_of
@@ -47,7 +47,7 @@ def flag_table() -> str:
     lines += [f"| {_both_names(key)} | {condition.words} |" for key, condition in NEEDS.items()]
     lines += ["", "## Always on", "", "Flags of other launchers whose feature is always on here.", ""]
     lines += ["| flag | meaning |", "|---|---|"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in ALREADY.items()]
+    lines += [f"| `{name}` | {reason} |" for name, reason in ALWAYS_ON_FLAGS.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from llava_mcore.config.flag_names import ALL_FLAGS, ALREADY, FLAGS, Flag
+from llava_mcore.config.flag_names import ALL_FLAGS, ALWAYS_ON_FLAGS, FLAGS, Flag
 from llava_mcore.config.load import config_fields, load_run_config
 from llava_mcore.config.schema import STAGE_DEFAULTS, RunConfig
 from llava_mcore.errors import ConfigError
@@ -62,7 +62,7 @@ def parse_command_line(
         flags={flag.key: typed[flag.key] for flag in ALL_FLAGS if typed[flag.key] is not None},
         dry_run=typed["dry_run"],
         submit=typed["submit"],
-        notices=tuple(f"{name} is always on: {reason}" for name, reason in ALREADY.items() if typed[name]),
+        notices=tuple(f"{name} is always on: {reason}" for name, reason in ALWAYS_ON_FLAGS.items() if typed[name]),
     )
 
 
@@ -92,7 +92,7 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
         parser.add_argument("--dry-run", action="store_true", help="Print configuration and command; start nothing.")
         parser.add_argument("--submit", action="store_true", help="Write SAVE_DIR/NAME/train.sbatch and submit it.")
     parser.set_defaults(dry_run=False, submit=False)
-    for name, reason in ALREADY.items():
+    for name, reason in ALWAYS_ON_FLAGS.items():
         parser.add_argument(name, action="store_true", dest=name, help=f"Always on: {reason}.")
     fields = dict(config_fields())
     for title, flags in FLAGS.items():
@@ -151,7 +151,7 @@ def _unknown_flag(text: str) -> str:
     """Return the message for an unknown flag."""
     name = text.split("=")[0]
     known = [name for flag in ALL_FLAGS for name in flag.names] + [
-        *ALREADY,
+        *ALWAYS_ON_FLAGS,
         "--config",
         "--dry-run",
         "--submit",

@@ -52,33 +52,33 @@ def load_run_config(
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    found: list[str] = []
+    errors: list[str] = []
     if config_file is not None:
         content = read_config_file(config_file)
         if isinstance(content, list):
             translated, refused = translate(content, config_file)
-            found += refused
-            for dotted, value, theirs in translated:
-                _put(values, origin, dotted, value, f"{theirs} in {config_file}")
+            errors += refused
+            for dotted, value, trainer_key in translated:
+                _put(values, origin, dotted, value, f"{trainer_key} in {config_file}")
         else:
             for dotted, value in _flatten(content):
                 _put(values, origin, dotted, value, f"in {config_file}")
     for text in overrides:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted:
-            found.append(f"{shown(text)}: expected key=value, such as training.seed=7{suggest_key(text)}")
+            errors.append(f"{excerpt(text)}: expected key=value, such as training.seed=7{suggest_key(text)}")
             continue
         dotted = dotted.strip()
-        _put(values, origin, dotted, _parse(dotted, value), f"from {shown(text)}")
+        _put(values, origin, dotted, _parse(dotted, value), f"from {excerpt(text)}")
     for dotted, value in (flags or {}).items():
         _put(values, origin, dotted, value, f"from {(flag_names or {}).get(dotted, 'a flag')}")
     try:
-        config = RunConfig.model_validate(_nest(values, found, origin))
+        config = RunConfig.model_validate(_nest(values, errors, origin))
     except ValidationError as error:
-        found += [_explain(detail, origin) for detail in error.errors()]
-        raise _not_valid(found) from error
-    if found:
-        raise _not_valid(found)
+        errors += [_explain(detail, origin) for detail in error.errors()]
+        raise _not_valid(errors) from error
+    if errors:
+        raise _not_valid(errors)
     return config
 
 
@@ -100,8 +100,8 @@ def save_run_config(config: RunConfig, path: Path) -> None:
     """Write the whole configuration as YAML, so that `load_run_config(path)` gives an equal object."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Every node of a run writes the same file: each uses its own temporary name, so that the file is always complete.
-    number, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with os.fdopen(number, "w", encoding="utf-8") as handle:
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
         handle.write(run_config_yaml(config))
     os.chmod(partial, 0o644)
     os.replace(partial, path)
@@ -125,7 +125,7 @@ def read_config_file(path: Path) -> dict[Any, Any] | list[Any]:
     return content
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     """Return the repr of a value for a message; long ones are shortened in the middle."""
     return _SHORT.repr(value)
 
@@ -142,9 +142,9 @@ def suggest_key(dotted: str) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _not_valid(found: Sequence[str]) -> ConfigError:
-    more = len(found) - MAX_PROBLEMS
-    listed = found if more <= 0 else [*found[:MAX_PROBLEMS], f"… and {more} more"]
+def _not_valid(errors: Sequence[str]) -> ConfigError:
+    more = len(errors) - MAX_PROBLEMS
+    listed = errors if more <= 0 else [*errors[:MAX_PROBLEMS], f"… and {more} more"]
     return ConfigError(problems("The configuration is not valid", listed))
 
 
@@ -176,8 +176,8 @@ def _put(values: dict[str, Any], origin: dict[str, str], dotted: str, value: obj
     values[dotted], origin[dotted] = value, source
 
 
-def _nest(values: Mapping[str, Any], found: list[str], origin: Mapping[str, str]) -> dict[str, Any]:
-    """Return nested sections; unknown keys go to `found` instead."""
+def _nest(values: Mapping[str, Any], errors: list[str], origin: Mapping[str, str]) -> dict[str, Any]:
+    """Return nested sections; unknown keys go to `errors` instead."""
     known = dict(config_fields())
     nested: dict[str, Any] = {}
     for dotted, value in values.items():
@@ -186,10 +186,10 @@ def _nest(values: Mapping[str, Any], found: list[str], origin: Mapping[str, str]
             section = nested.setdefault(path[0], {}) if path else nested
             section[leaf] = value
         elif dotted in SECTIONS:
-            found.append(f"{dotted} ({origin[dotted]}): a section, expected a mapping of keys, found {shown(value)}")
+            errors.append(f"{dotted} ({origin[dotted]}): a section, expected a mapping of keys, found {excerpt(value)}")
         else:
-            hint = suggest_key(dotted) if len(found) < MAX_PROBLEMS else ""
-            found.append(f"{_printable(dotted)} ({origin[dotted]}): no such key{hint}")
+            hint = suggest_key(dotted) if len(errors) < MAX_PROBLEMS else ""
+            errors.append(f"{_printable(dotted)} ({origin[dotted]}): no such key{hint}")
     return nested
 
 
@@ -197,4 +197,4 @@ def _explain(detail: Any, origin: Mapping[str, str]) -> str:
     """Return one line for a pydantic error: key, origin, what was found, what is allowed."""
     dotted = ".".join(str(part) for part in detail["loc"])
     allowed = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    return f"{dotted} ({origin.get(dotted, 'default')}): found {shown(detail['input'])}, {allowed}"
+    return f"{dotted} ({origin.get(dotted, 'default')}): found {excerpt(detail['input'])}, {allowed}"

@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any
 
 from llava_mcore.config.flag_names import ALL_FLAGS
-from llava_mcore.config.load import config_fields, shown
+from llava_mcore.config.load import config_fields, excerpt
 from llava_mcore.config.schema import RunConfig
 
 _NAMES = {flag.key: flag.long_name for flag in ALL_FLAGS if flag.value is None}
@@ -38,11 +38,11 @@ def _given(*keys: str) -> Condition:
 
 
 def _is(key: str, value: str) -> Condition:
-    return Condition((key,), lambda found: bool(found == value), f"{name_of(key)} {value}")
+    return Condition((key,), lambda current: bool(current == value), f"{name_of(key)} {value}")
 
 
 def _several(key: str) -> Condition:
-    return Condition((key,), lambda found: bool(found > 1), f"{name_of(key)} 2 or more")
+    return Condition((key,), lambda current: bool(current > 1), f"{name_of(key)} 2 or more")
 
 
 _SAVING = _given("checkpoint.save", "checkpoint.save_interval")
@@ -82,7 +82,7 @@ NEEDS: dict[str, Condition] = {
     "parallel.num_layers_in_last_pipeline_stage": _PIPELINE,
     "parallel.num_layers_per_virtual_pipeline_stage": _PIPELINE,
     "optimizer.min_lr": Condition(
-        ("optimizer.lr_decay_style",), lambda found: bool(found != "constant"), "a schedule that is not constant"
+        ("optimizer.lr_decay_style",), lambda current: bool(current != "constant"), "a schedule that is not constant"
     ),
     "optimizer.lr_wsd_decay_style": _WSD,
     "optimizer.lr_wsd_decay_iters": _WSD,
@@ -120,7 +120,7 @@ def check_needs(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         value = value_of(run, key)
         if (value != default or key in typed) and not condition.holds(run):
             name = name_of(key)
-            back = "" if value == default or default in (None, False) else f" (key {key}, default {shown(default)})"
+            back = "" if value == default or default in (None, False) else f" (key {key}, default {excerpt(default)})"
             yield f"{name} has no effect without {condition.words}: add that, or omit {name}{back}"
 
 

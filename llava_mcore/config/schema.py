@@ -113,9 +113,9 @@ class RunConfig(Section):
         filled = dict(values)
         for dotted, default in STAGE_DEFAULTS[int(stage) if stage in ("1", "2") else 2].items():
             section, field = dotted.split(".")
-            given = filled.setdefault(section, {})
-            if isinstance(given, dict):
-                filled[section] = {field: default, **given}
+            section_values = filled.setdefault(section, {})
+            if isinstance(section_values, dict):
+                filled[section] = {field: default, **section_values}
         return filled
 
     @property

@@ -19,7 +19,7 @@ from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers, model_layers
 from llava_mcore.adapters.lora import Factors
 from llava_mcore.adapters.merge import Matrices, merged
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX
-from llava_mcore.adapters.targets import LoraPlan, own_parameters
+from llava_mcore.adapters.targets import LoraSettings, own_parameters
 from llava_mcore.checkpoint.dist import stored_tensors
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.convert.megatron_weights import EMBEDDING, OUTPUT
@@ -42,7 +42,7 @@ class CheckpointAdapters:
 
     hf: PretrainedConfig
     layers: ModelLayers
-    plans: tuple[LoraPlan, ...]
+    plans: tuple[LoraSettings, ...]
     base: Base
     model: VisionLanguageModel
     dtype: torch.dtype
@@ -62,33 +62,33 @@ class CheckpointAdapters:
         rows = next((stored[key].global_shape[0] for key in (EMBEDDING, OUTPUT) if key in stored), None)
         with single_process():
             model = meta_model(hf, num_vocab_rows=rows or hf.text_config.vocab_size)
-            own = own_parameters(plans, layers)
-            _allocate(model, own)
+            own_names = own_parameters(plans, layers)
+            _allocate(model, own_names)
             attach_adapters(model, plans, layers, tp_size=1, tp_rank=0, seed=0)
-            load_adapters([model], checkpoint, own, rank=0)
+            load_adapters([model], checkpoint, own_names, rank=0)
         dtype = next(x.dtype for key, x in stored.items() if is_adapter(key))
         return cls(hf, layers, plans, read_base(checkpoint), model, dtype)
 
-    def plan(self, name: str | None) -> LoraPlan:
+    def plan(self, name: str | None) -> LoraSettings:
         """Return the adapter of a name, None: the trained one. ConversionError if there is none of that name."""
         names = [plan.name for plan in self.plans]
         if name is not None and name not in names:
             raise ConversionError(f"--adapter {name}: the checkpoint has {', '.join(names)}")
         return self.plans[0 if name is None else names.index(name)]
 
-    def peft_tensors(self, plan: LoraPlan, factors: Mapping[str, float]) -> dict[str, Tensor]:
+    def peft_tensors(self, plan: LoraSettings, factors: Mapping[str, float]) -> dict[str, Tensor]:
         """Return one adapter's tensors as PEFT names them. `factors`: of each layer's B."""
-        found = {}
-        for name in plan.ranks:
+        tensors_by_name = {}
+        for name in plan.lora_ranks:
             matrices = self._matrices(plan, name)
-            found[PREFIX + name + LORA_A] = matrices.A
-            found[PREFIX + name + LORA_B] = matrices.B * factors[name]
+            tensors_by_name[PREFIX + name + LORA_A] = matrices.A
+            tensors_by_name[PREFIX + name + LORA_B] = matrices.B * factors[name]
             if matrices.magnitude is not None:
-                found[PREFIX + name + MAGNITUDE] = matrices.magnitude
+                tensors_by_name[PREFIX + name + MAGNITUDE] = matrices.magnitude
         for parameter, tensors in self._own(plan).items():
             names = self.layers.entries[parameter].hf_names
-            found |= {_peft_name(name, plan): x for name, x in zip(names, tensors, strict=True)}
-        return {name: x.detach().to(self.dtype).contiguous() for name, x in found.items()}
+            tensors_by_name |= {_peft_name(name, plan): x for name, x in zip(names, tensors, strict=True)}
+        return {name: x.detach().to(self.dtype).contiguous() for name, x in tensors_by_name.items()}
 
     def merged_tensors(self, weights: HfFolder, table: MappingTable) -> Iterator[tuple[str, Tensor]]:
         """Yield name and data of every tensor that adapters, or training beside them, have changed.
@@ -99,24 +99,24 @@ class CheckpointAdapters:
         """
         for linear in self.layers.linears:
             for member, name in zip(linear.members, table.entries[linear.name + WEIGHT].hf_names, strict=True):
-                adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.ranks]
+                adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.lora_ranks]
                 if adapters:
                     yield name, merged(weights.get(name), adapters)
-        own = {name: tensors for plan in self.plans for name, tensors in self._own(plan).items()}
-        for parameter, tensors in own.items():
+        own_tensors = {name: tensors for plan in self.plans for name, tensors in self._own(plan).items()}
+        for parameter, tensors in own_tensors.items():
             names = table.entries[parameter].hf_names
             yield from ((name, x.to(weights.where(name).dtype)) for name, x in zip(names, tensors, strict=True))
 
-    def _own(self, plan: LoraPlan) -> dict[str, tuple[Tensor, ...]]:
+    def _own(self, plan: LoraSettings) -> dict[str, tuple[Tensor, ...]]:
         """Return what an adapter has of the model itself: Megatron's name, and the Hugging Face tensors."""
-        own = own_parameters([plan], self.layers)
+        own_names = own_parameters([plan], self.layers)
         return {
             name: self.layers.entries[name].layout.to_hf(parameter.detach())
             for name, parameter in whole_names(self.model).items()
-            if name in own
+            if name in own_names
         }
 
-    def _matrices(self, plan: LoraPlan, name: str) -> Matrices:
+    def _matrices(self, plan: LoraSettings, name: str) -> Matrices:
         member = self.layers.members[name]
         factors = self.model.get_submodule(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
         assert isinstance(factors, Factors)
@@ -126,17 +126,17 @@ class CheckpointAdapters:
         return Matrices(A, B, plan.scaling(name), lengths)
 
 
-def _allocate(model: VisionLanguageModel, own: Collection[str]) -> None:
+def _allocate(model: VisionLanguageModel, own_names: Collection[str]) -> None:
     """Give memory to the parameters that belong to adapters, in a model that has none."""
     for name, parameter in list(model.named_parameters()):
-        if whole_name(model, name) in own:
+        if whole_name(model, name) in own_names:
             owner, _, last = name.rpartition(".")
             allocated = Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             vars(allocated).update(vars(parameter))
             model.get_submodule(owner).register_parameter(last, allocated)
 
 
-def _peft_name(name: str, plan: LoraPlan) -> str:
+def _peft_name(name: str, plan: LoraSettings) -> str:
     """Return PEFT's name of a parameter of the model: adapted layers are wrapped."""
     module, _, last = name.rpartition(".")
-    return f"{PREFIX}{module}{BASE_LAYER if module in plan.ranks else '.'}{last}"
+    return f"{PREFIX}{module}{BASE_LAYER if module in plan.lora_ranks else '.'}{last}"

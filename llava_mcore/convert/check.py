@@ -57,17 +57,17 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
     infos, manifest = side.infos, read_manifest(side.files)
     cast = None if manifest is None or manifest.dtype is None else getattr(torch, manifest.dtype)
     folder = hf_files.HfFolder.open(hf_dir)
-    found = [f"{name}: only in {hf_dir}" for name in sorted(folder.tensors.keys() - infos.keys())]
-    found += [f"{name}: only in {checkpoint}" for name in sorted(infos.keys() - folder.tensors.keys())]
+    differences = [f"{name}: only in {hf_dir}" for name in sorted(folder.tensors.keys() - infos.keys())]
+    differences += [f"{name}: only in {checkpoint}" for name in sorted(infos.keys() - folder.tensors.keys())]
     with single_process():
         weights = CheckpointWeights(side, checkpoint, tp)
-        for name, ours in weights.tensors():
+        for name, megatron_tensor in weights.tensors():
             if name in folder.tensors:
-                theirs = folder.get(name)
-                kept = cast is None or name in weights.table.unused
-                found += _difference(name, ours, theirs if kept else theirs.to(cast))
-    if found:
-        raise ConversionError(problems(f"iteration {iteration} of {megatron_dir} is not {hf_dir}", found))
+                hf_tensor = folder.get(name)
+                keeps_dtype = cast is None or name in weights.table.unused
+                differences += _difference(name, megatron_tensor, hf_tensor if keeps_dtype else hf_tensor.to(cast))
+    if differences:
+        raise ConversionError(problems(f"iteration {iteration} of {megatron_dir} is not {hf_dir}", differences))
     after = "" if cast is None else f" after a cast to {cast}"
     return (
         f"{megatron_dir}: iteration {iteration} equals {hf_dir} bit for bit{after} "
@@ -104,10 +104,13 @@ def check_manifest(megatron_dir: Path, *, tp: int, workers: int) -> str:
     )
 
 
-def _difference(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return [f"{name}: {ours.dtype} {tuple(ours.shape)} in the checkpoint, {theirs.dtype} {tuple(theirs.shape)}"]
-    if torch.equal(ours, theirs):
+def _difference(name: str, megatron_tensor: torch.Tensor, hf_tensor: torch.Tensor) -> list[str]:
+    if megatron_tensor.dtype != hf_tensor.dtype or megatron_tensor.shape != hf_tensor.shape:
+        return [
+            f"{name}: {megatron_tensor.dtype} {tuple(megatron_tensor.shape)} in the checkpoint, "
+            f"{hf_tensor.dtype} {tuple(hf_tensor.shape)}"
+        ]
+    if torch.equal(megatron_tensor, hf_tensor):
         return []
-    largest = (ours.double() - theirs.double()).abs().max().item()
+    largest = (megatron_tensor.double() - hf_tensor.double()).abs().max().item()
     return [f"{name}: largest difference {largest:.3g}"]

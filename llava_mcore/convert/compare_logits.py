@@ -85,8 +85,8 @@ def check_logits(
 def _not_compared(names: Sequence[str]) -> str:
     if not names:
         return ""
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"; {len(names)} not, as transformers {version('transformers')} has no modules of these names: {shown}"
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"; {len(names)} not, as transformers {version('transformers')} has no modules of these names: {listed}"
 
 
 def compare_logits(
@@ -113,7 +113,7 @@ def compare_logits(
         raise ConversionError(problems(f"logits cannot be compared at tp {tp} x pp {pp}", refused))
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
     prompt = _prompt(hf, hf_dir, example)
-    length = prompt.ours["input_ids"].shape[1]
+    length = prompt.megatron_inputs["input_ids"].shape[1]
     if dims.sliding_window is not None and length > dims.sliding_window:
         raise ConversionError(
             f"{example.name} and its question take {length} tokens, more than the sliding attention window of "
@@ -123,17 +123,17 @@ def compare_logits(
         job = Path(name)
         expected, modules = _hugging_face(hf, hf_dir, prompt, names)
         model = {"checkpoint": str(checkpoint), "base_dir": None if base_dir is None else str(base_dir)}
-        torch.save(model | {"tp": tp, "pp": pp, "inputs": prompt.ours, "names": names}, job / "job.pt")
+        torch.save(model | {"tp": tp, "pp": pp, "inputs": prompt.megatron_inputs, "names": names}, job / "job.pt")
         run_world(run_rank, tp * pp, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
-    found = {key: x for stage in stages for key, x in stage["modules"].items()}
-    shared = [key for key in found if key in modules]
-    wrong = _differences(shared, found, modules)
+    megatron_modules = {key: x for stage in stages for key, x in stage["modules"].items()}
+    shared = [key for key in megatron_modules if key in modules]
+    wrong = _differences(shared, megatron_modules, modules)
     difference = (stages[-1]["logits"] - expected).abs().max().item()
     largest = expected.abs().max().item()
     if not difference <= TOLERANCE * largest or wrong:
         raise ConversionError(_report(difference, largest, wrong, folder, checkpoint, hf_dir))
-    not_compared = tuple(key for key in found if key not in modules)
+    not_compared = tuple(key for key in megatron_modules if key not in modules)
     return Agreement(difference, largest, expected.shape[1], len(shared), not_compared)
 
 
@@ -153,18 +153,18 @@ def require_memory(num_numbers: int, *, num_processes: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class _ComparedPrompt:
     """A question as inputs of Hugging Face's model and of ours, both with input_ids [1, s].
 
-    `kept`: of how many tokens of Hugging Face's tower how many are not padding.
+    `num_kept`: of how many tokens of Hugging Face's tower how many are not padding.
     """
 
-    theirs: dict[str, Tensor]
-    ours: dict[str, Tensor]
-    kept: Mapping[int, int]
+    hf_inputs: dict[str, Tensor]
+    megatron_inputs: dict[str, Tensor]
+    num_kept: Mapping[int, int]
 
 
-def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _Prompt:
+def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPrompt:
     """Return a question about a picture or sound, from the folder's own processor."""
     takes_audio = architecture_of(hf).takes_audios
     try:
@@ -172,9 +172,9 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _Prompt:
         wave = _wave(hf, processor, example) if takes_audio else None
         image = None if takes_audio else decode_image(example.read_bytes())
     except (DataError, OSError, ValueError, KeyError, ImportError) as error:
-        what = "sound" if takes_audio else "picture"
+        medium = "sound" if takes_audio else "picture"
         raise ConversionError(
-            f"comparing logits needs a {what} and a processor in {hf_dir}: {why_not_loaded(error)}"
+            f"comparing logits needs a {medium} and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
     kind, asked = ("audio", _SOUND_PROMPT) if takes_audio else ("image", _PROMPT)
     text = f"{processor.audio_token if takes_audio else processor.image_token}\n{asked}"
@@ -183,24 +183,26 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _Prompt:
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     if architecture_of(hf).pads_pictures:
         processor.image_processor.do_image_splitting = False
-    given = (
+    kwargs = (
         {"audio": wave, "sampling_rate": processor.feature_extractor.sampling_rate}
         if takes_audio
         else {"images": image}
     )
-    made = processor(text=text, return_tensors="pt", **given)
-    theirs = {name: x for name, x in made.items() if name != "attention_mask"}
-    kept: dict[int, int] = {}
+    processed = processor(text=text, return_tensors="pt", **kwargs)
+    hf_inputs = {name: x for name, x in processed.items() if name != "attention_mask"}
+    num_kept: dict[int, int] = {}
     try:
         if wave is not None:
-            media, positions = processed_media(hf, processor, theirs, [[]], audios=[[len(wave)]])
-            kept = frames_kept(hf, int(media[MEDIA_SEQLENS]), len(media[FEATURE_POSITIONS]))
+            media, positions = processed_media(hf, processor, hf_inputs, [[]], audios=[[len(wave)]])
+            num_kept = frames_kept(hf, int(media[MEDIA_SEQLENS]), len(media[FEATURE_POSITIONS]))
         else:
             assert image is not None
-            media, positions = processed_media(hf, processor, theirs, [[(image.height, image.width)]])
+            media, positions = processed_media(hf, processor, hf_inputs, [[(image.height, image.width)]])
     except (ConversionError, DataError) as error:
         raise ConversionError(f"{hf_dir}: {error}") from error
-    return _Prompt(theirs, {"input_ids": theirs["input_ids"], "position_ids": positions, **media}, kept)
+    return _ComparedPrompt(
+        hf_inputs, {"input_ids": hf_inputs["input_ids"], "position_ids": positions, **media}, num_kept
+    )
 
 
 def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArray[np.float32]:
@@ -212,7 +214,7 @@ def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArra
 
 
 def _hugging_face(
-    hf: PretrainedConfig, hf_dir: Path, prompt: _Prompt, shown_as: HfNames
+    hf: PretrainedConfig, hf_dir: Path, prompt: _ComparedPrompt, shown_as: HfNames
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits [1, s, vocabulary] and the modules' outputs; the model is freed."""
     disable_progress_bar()
@@ -221,16 +223,18 @@ def _hugging_face(
     )
     recorder = Recorder()
     names = detect_names(hf, model.state_dict(), source=str(hf_dir))
-    watch_hf(recorder, model.eval(), names, shown_as, prompt.kept)
+    watch_hf(recorder, model.eval(), names, shown_as, prompt.num_kept)
     with torch.no_grad():
-        logits = model(**prompt.theirs).logits.float()
-    modules = tower_names_in_files(recorder.found, shown_as.vision, tower_config(model.config).model_type)
+        logits = model(**prompt.hf_inputs).logits.float()
+    modules = tower_names_in_files(recorder.outputs, shown_as.vision, tower_config(model.config).model_type)
     return logits, modules
 
 
-def _differences(keys: Iterable[str], found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[tuple[str, float]]:
+def _differences(
+    keys: Iterable[str], actual: dict[str, Tensor], expected: dict[str, Tensor]
+) -> list[tuple[str, float]]:
     """Return the modules that differ, in the order of execution, and by how much."""
-    pairs = [(key, (found[key] - expected[key]).abs().max().item(), expected[key].abs().max().item()) for key in keys]
+    pairs = [(key, (actual[key] - expected[key]).abs().max().item(), expected[key].abs().max().item()) for key in keys]
     return [(key, difference) for key, difference, largest in pairs if not difference <= TOLERANCE * largest]
 
 

@@ -30,7 +30,7 @@ from llava_mcore.models.architectures.registry import architecture_of
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """What decides the contents of a PEFT folder.
+    """The options of a PEFT folder.
 
     `adapter`: its name, None: the trained one. `base_model`: name or folder of the model, None: the folder that was
     imported. `tokenizer_dir`: copy tokenizer and processor from here instead of from the checkpoint. `dtype`: cast to
@@ -55,9 +55,9 @@ def check_adapter_options(
         kind, without_effect = "an adapter, which --merge puts into the model", peft
     else:
         kind, without_effect = "an adapter, which becomes a PEFT folder", merging
-    given = [f"{flag} has no effect: omit it" for flag, value in without_effect.items() if value is not None]
-    if given:
-        raise ConfigError(problems(f"{checkpoint} holds {kind}", given))
+    errors = [f"{flag} has no effect: omit it" for flag, value in without_effect.items() if value is not None]
+    if errors:
+        raise ConfigError(problems(f"{checkpoint} holds {kind}", errors))
 
 
 def write_peft_folder(
@@ -83,15 +83,15 @@ def write_peft_folder(
     written, factors = with_one_scale(plan, may_change_b=dtype != torch.float16)  # where small numbers lose bits
     tensors = {key: x.to(dtype) for key, x in adapters.peft_tensors(plan, factors).items()}
     file = plan_file(Path(WEIGHTS), {key: (x.dtype, tuple(x.shape)) for key, x in tensors.items()})
-    with hf_files.written_beside(target, num_bytes=file.size, what="the export") as partial:
+    with hf_files.written_beside(target, num_bytes=file.size, activity="the export") as partial:
         write_tensors(file.moved_to(partial / WEIGHTS), tensors.items())
         write_config(partial, written, adapters.layers, base, architecture_of(adapters.hf).model_class)
         copy_files(text_companions(options.tokenizer_dir or layout.hf_folder(checkpoint)), partial)
         if verify:
             file_again = hf_files.HfFolder.of_file(partial / WEIGHTS)
-            found = {name: sha256((file_again.where(name),)) for name in file_again.tensors}
+            actual = {name: sha256((file_again.where(name),)) for name in file_again.tensors}
             expected = {name: sha256(x) for name, x in tensors.items()}
-            compare_digests(found, expected, title="the file does not hold what the checkpoint does")
+            compare_digests(actual, expected, title="the file does not hold what the checkpoint does")
         for problem in vllm_problems(read_object(partial / CONFIG, ConversionError)):
             say(f"note: vLLM cannot serve this adapter beside its model: {problem}; export-hf --merge writes a model")
 

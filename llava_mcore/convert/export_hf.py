@@ -78,10 +78,12 @@ def export_hf(
     Raises:
         CheckpointError, ConversionError, ConfigError: nothing was written, or it was removed again.
     """
-    hf_files.require_absent(Path(hf_dir), what="the export")
+    hf_files.require_absent(Path(hf_dir), activity="the export")
     checkpoint, iteration = layout.latest_readable(Path(megatron_dir))
     check_adapter_options(checkpoint, merge=merge, adapter=adapter, base_dir=base_dir, base_model=base_model)
-    how = _Export(tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify)
+    how = _FolderExport(
+        tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify
+    )
     verified = partial(_say_undamaged, say) if verify_checkpoint else _not_verified
     peft = None if merge else PeftFolder(adapter, base_model, tokenizer_dir, dtype)
     _export(checkpoint, Path(hf_dir), how, peft, base_dir, verified, say, is_import=iteration == 0)
@@ -89,7 +91,7 @@ def export_hf(
 
 
 @dataclass(frozen=True)
-class _Export:
+class _FolderExport:
     """How a folder is written (see `export_hf`)."""
 
     tp: int
@@ -113,7 +115,7 @@ def _not_verified(checkpoint: Path) -> None:
 def _export(
     checkpoint: Path,
     hf_dir: Path,
-    how: _Export,
+    how: _FolderExport,
     peft: PeftFolder | None,
     base_dir: Path | None,
     verified: Callable[[Path], None],
@@ -144,7 +146,7 @@ def _export(
     files = planned_files(weights, how.dtype, how.max_shard_size)
     room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in copied.values())
     verified(base)
-    with hf_files.written_beside(hf_dir, num_bytes=room, what="the export") as target:
+    with hf_files.written_beside(hf_dir, num_bytes=room, activity="the export") as target:
         digests = _write_weights(weights, files, target, how)
         if adapters is not None:
             digests |= write_merged(adapters, weights.table, target, hashed=how.verify)
@@ -161,7 +163,7 @@ def _export(
 def _hf_side(checkpoint: Path, hf_config: Path | None, *, tp: int, pp: int) -> HfSide:
     """Return the Hugging Face side of the checkpoint. Raises ConfigError for a layout that the model does not
     support."""
-    side = HfSide.carried(checkpoint) if hf_config is None else HfSide.given(hf_config)
+    side = HfSide.carried(checkpoint) if hf_config is None else HfSide.of_folder(hf_config)
     wrong = check_layout(model_dims(side.hf), tp, pp, str(side.files), vision_data_parallel=True)
     if wrong:
         raise ConfigError(problems(f"{checkpoint} cannot be read as tp {tp} x pp {pp}", wrong))
@@ -205,7 +207,7 @@ def _write_weights(
     weights: CheckpointWeights,
     files: dict[str, PlannedFile],
     target: Path,
-    how: _Export,
+    how: _FolderExport,
 ) -> dict[str, str]:
     """Write all weight files and the index; return the SHA-256 of every tensor if they are to be verified."""
     placed = {file: plan.moved_to(target / file) for file, plan in files.items()}
@@ -230,8 +232,8 @@ def _write_weights(
 def _verify(target: Path, expected: dict[str, str], *, workers: int) -> None:
     """Read the written files and compare them with the tensors of the checkpoint."""
     folder = hf_files.HfFolder.open(target)
-    found = hash_files("verify", {name: folder.where(name) for name in folder.tensors}, workers=workers)
-    compare_digests(found, expected, title="the files differ from the checkpoint")
+    actual = hash_files("verify", {name: folder.where(name) for name in folder.tensors}, workers=workers)
+    compare_digests(actual, expected, title="the files differ from the checkpoint")
 
 
 def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:

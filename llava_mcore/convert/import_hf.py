@@ -69,7 +69,7 @@ def import_hf(
     """
     hf_dir, megatron_dir = Path(hf_dir), Path(megatron_dir)
     tp, pp = tensor_parallel, pipeline_parallel
-    hf_files.require_absent(megatron_dir, what="the import")
+    hf_files.require_absent(megatron_dir, activity="the import")
     hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
     with single_process():
         model, table = model_and_table(hf, folder, tp=tp)
@@ -77,7 +77,7 @@ def import_hf(
         state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, dtype=dtype)
         room = _room_beside(hf_dir) + sum(x.num_bytes for x in entries)
         room += sum(sources[name].num_bytes for name in table.unused)
-        with hf_files.written_beside(megatron_dir, num_bytes=room, what="the import") as partial:
+        with hf_files.written_beside(megatron_dir, num_bytes=room, activity="the import") as partial:
             checkpoint = layout.iteration_folder(partial, 0)
             checkpoint.mkdir()
             write = functools.partial(run_with_progress, "import", write_file, workers=workers)
@@ -99,8 +99,8 @@ def import_hf(
 def _warn_of_values(hf_dir: Path, names: Sequence[str], cast: str) -> None:
     """Warn about weights that are not finite, with which training fails; they are imported as they are."""
     if names:
-        shown = ", ".join(sorted(names)[:_LISTED]) + (" …" if len(names) > _LISTED else "")
-        logger.warning("warning: %d tensors of %s hold NaN or infinite values%s: %s", len(names), hf_dir, cast, shown)
+        listed = ", ".join(sorted(names)[:_LISTED]) + (" …" if len(names) > _LISTED else "")
+        logger.warning("warning: %d tensors of %s hold NaN or infinite values%s: %s", len(names), hf_dir, cast, listed)
 
 
 def _room_beside(hf_dir: Path) -> int:
@@ -111,8 +111,8 @@ def _room_beside(hf_dir: Path) -> int:
 def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int) -> None:
     """Read a checkpoint back as an export does, and compare the tensors with the imported ones."""
     weights = CheckpointWeights(HfSide.carried(checkpoint), checkpoint, tp)
-    found = weights.digests("verify", workers=workers)
-    compare_digests(found, expected, title="the checkpoint differs from what was imported")
+    actual = weights.digests("verify", workers=workers)
+    compare_digests(actual, expected, title="the checkpoint differs from what was imported")
 
 
 def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf_files.HfFolder]:
@@ -163,13 +163,13 @@ def checked_table(
     names = detect_names(hf, folder.tensors, source=str(folder.path))
     table = mapping_table(hf, names, hf_tensors=folder.tensors, padded_vocab_size=rows)
     check_coverage(table, hf_shapes=folder.shapes, megatron_shapes=megatron_shapes, source=str(folder.path))
-    found = []
+    errors = []
     for entry in table.entries.values():
         dtypes = {folder.tensors[name].dtype for name in entry.hf_names}
         if len(dtypes) > 1:
-            found.append(f"{', '.join(entry.hf_names)} become one tensor, but have dtypes {', '.join(sorted(dtypes))}")
-    if found:
-        raise ConversionError(problems(f"{folder.path} cannot be converted exactly", found))
+            errors.append(f"{', '.join(entry.hf_names)} become one tensor, but have dtypes {', '.join(sorted(dtypes))}")
+    if errors:
+        raise ConversionError(problems(f"{folder.path} cannot be converted exactly", errors))
     return table
 
 

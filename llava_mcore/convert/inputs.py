@@ -33,9 +33,9 @@ from llava_mcore.parallel.batch import longest_media
 from llava_mcore.pixels import NO_SCALE
 
 Videos = Sequence[Sequence[VideoShape | tuple[int, int, int]]]
-"""Of each row: number of frames, their height and width in pixels."""
+"""For each row: number of frames, their height and width in pixels."""
 Audios = Sequence[Sequence[int]]
-"""Of each row: the number of samples of its sounds."""
+"""For each row: the number of samples of its sounds."""
 
 
 def model_inputs(
@@ -92,8 +92,8 @@ def processed_media(
     row_shape = architecture.pixel_shape(hf)
     pixels = plan.processed_pixels(inputs, pictures, row_shape) if any(pictures) else torch.empty(0, *row_shape)
     if any(clips):
-        made = inputs["pixel_values_videos"]
-        parts = [made] if made[0].ndim < pixels.ndim else made
+        pixel_values = inputs["pixel_values_videos"]
+        parts = [pixel_values] if pixel_values[0].ndim < pixels.ndim else pixel_values
         pixels = torch.cat([pixels, *parts])
     return _placed(plan, inputs["input_ids"].numpy(), {"picture": pictures, "video": clips}, pixels)
 
@@ -120,12 +120,12 @@ def _processed_sounds(
 
 
 def _refuse(
-    architecture: Architecture, what: str, rows: Sequence[Sequence[object]] | None, known: Sequence[str]
+    architecture: Architecture, media_name: str, rows: Sequence[Sequence[object]] | None, known: Sequence[str]
 ) -> None:
     """Raise ConversionError if some row has media that the class does not take. `known`: classes that do."""
     if any(rows or ()):
         others = f"; classes that do: {', '.join(known)}" if known else ""
-        raise ConversionError(f"{architecture.model_class.__name__} takes no {what}{others}")
+        raise ConversionError(f"{architecture.model_class.__name__} takes no {media_name}{others}")
 
 
 def _placed(
@@ -139,23 +139,23 @@ def _placed(
     """
     items, starts = list[MediaTokens](), list[int]()
     by_row: list[list[tuple[int, MediaTokens]]] = [[] for _ in rows]
-    for what, tokens in media.items():
-        for number, (row, of_row) in enumerate(zip(rows, tokens, strict=True)):
-            begins = list(_starts(row, of_row, what))
-            by_row[number] += zip(begins, of_row, strict=True)
+    for media_name, tokens in media.items():
+        for index, (row, of_row) in enumerate(zip(rows, tokens, strict=True)):
+            begins = list(_starts(row, of_row, media_name))
+            by_row[index] += zip(begins, of_row, strict=True)
             items += of_row
-            starts += [number * rows.shape[1] + start for start in begins]
-    own = {PIXEL_VALUES: pixels, PIXEL_SCALE: NO_SCALE}
-    return own | index_values(plan.fields, items, starts), _positions(by_row, rows.shape[1], plan.num_axes)
+            starts += [index * rows.shape[1] + start for start in begins]
+    pixel_fields = {PIXEL_VALUES: pixels, PIXEL_SCALE: NO_SCALE}
+    return pixel_fields | index_values(plan.fields, items, starts), _positions(by_row, rows.shape[1], plan.num_axes)
 
 
 def _positions(rows: list[list[tuple[int, MediaTokens]]], length: int, num_axes: int) -> Tensor:
     """Return position_ids [b, s], or [axes, b, s], of rows of so many tokens with pictures and videos at starts."""
-    found = []
+    by_row_positions = []
     for row in rows:
         row.sort(key=lambda item: item[0])
-        found.append(position_ids(length, [x for _, x in row], [start for start, _ in row], num_axes))
-    positions = torch.from_numpy(np.stack(found, axis=1))
+        by_row_positions.append(position_ids(length, [x for _, x in row], [start for start, _ in row], num_axes))
+    positions = torch.from_numpy(np.stack(by_row_positions, axis=1))
     return positions[0] if num_axes == 1 else positions
 
 
@@ -166,17 +166,17 @@ def _video_tokens(architecture: Architecture, plan: MediaPlan, videos: Videos) -
     return [plan.video_tokens(row) if row else [] for row in shapes]
 
 
-def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens], what: str) -> Iterator[int]:
+def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens], media_name: str) -> Iterator[int]:
     """Yield the position at which the tokens of each picture (video, sound) start in a row."""
     start = 0
-    for number, item in enumerate(items):
+    for index, item in enumerate(items):
         last = len(ids) - len(item)
         while start <= last and not np.array_equal(ids[start : start + len(item)], item.ids):
             start += 1
         if start > last:
             raise ConversionError(
-                f"{what} {number} is not expanded to the {len(item)} tokens that the model's config.json makes of its "
-                "size; correct the processor's settings"
+                f"{media_name} {index} is not expanded to the {len(item)} tokens that the model's config.json makes of "
+                "its size; correct the processor's settings"
             )
         yield start
         start += len(item)

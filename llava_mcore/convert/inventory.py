@@ -35,7 +35,7 @@ _MEGATRON_PARTS = {"vision_model.": VISION, "vision_projection.": PROJECTION, "l
 
 
 @dataclass(frozen=True)
-class Row:
+class InventoryRow:
     """`count` tensors that differ only in their layer number.
 
     `state`: trainable, frozen, unused, copy, or empty for other tensors. `ignored`: why training does not use
@@ -65,7 +65,7 @@ class Inventory:
     """`facts`: lines about the whole."""
 
     facts: list[str]
-    rows: list[Row]
+    rows: list[InventoryRow]
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
     run_file = checkpoint / layout.RUN_FILE
     run = load_run_config(run_file, [], {}) if run_file.is_file() else None
     companions = layout.hf_folder(checkpoint)
-    number = checkpoint.name if iteration is None else f"iteration {iteration}"
-    facts = [f"{checkpoint}: a Megatron checkpoint, {number}"]
+    label = checkpoint.name if iteration is None else f"iteration {iteration}"
+    facts = [f"{checkpoint}: a Megatron checkpoint, {label}"]
     hf = load_hf_config(companions) if (companions / "config.json").is_file() else None
     facts += [] if hf is None else _model_facts(hf)
     facts += _origin(checkpoint, run)
@@ -147,10 +147,10 @@ def of_megatron(checkpoint: Path, iteration: int | None) -> Inventory:
     return Inventory(facts, _with_tower(_rows(tensors) + _carried(companions), hf))
 
 
-def _with_tower(rows: list[Row], hf: PretrainedConfig | None) -> list[Row]:
+def _with_tower(rows: list[InventoryRow], hf: PretrainedConfig | None) -> list[InventoryRow]:
     """Return the rows with the tower named after what it perceives."""
-    what = VISION if hf is None else vision_family(tower_config(hf)).what
-    return [replace(row, part=what) if row.part == VISION else row for row in rows]
+    part = VISION if hf is None else vision_family(tower_config(hf)).name_in_messages
+    return [replace(row, part=part) if row.part == VISION else row for row in rows]
 
 
 def _stored_tensor(stored: StoredTensors, key: str, frozen: Mapping[str, bool]) -> _Tensor:
@@ -171,7 +171,7 @@ def _frozen(run: RunConfig | None) -> dict[str, bool]:
     }
 
 
-def _carried(companions: Path) -> list[Row]:
+def _carried(companions: Path) -> list[InventoryRow]:
     """Return the tensors that are stored for an export."""
     path = companions / layout.UNUSED
     if not path.is_file():
@@ -212,12 +212,12 @@ def _model_facts(hf: PretrainedConfig) -> list[str]:
     return [
         f"language model: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {heads}, "
         f"vocabulary {text.vocab_size:,}{tied}",
-        f"{tower.what}: {vision.model_type}, {tower.num_layers(vision)} layers of {tower.hidden_size(vision)}, "
-        f"{tower.describe(vision)}, features of layer {layers}",
+        f"{tower.name_in_messages}: {vision.model_type}, {tower.num_layers(vision)} layers of "
+        f"{tower.hidden_size(vision)}, {tower.describe(vision)}, features of layer {layers}",
     ]
 
 
-def _rows(tensors: Iterable[_Tensor]) -> list[Row]:
+def _rows(tensors: Iterable[_Tensor]) -> list[InventoryRow]:
     """Put tensors that differ only in their first number on one line: layers.{0-31}.mlp…"""
     groups: dict[tuple[object, ...], list[_Tensor]] = {}
     for x in tensors:
@@ -226,25 +226,25 @@ def _rows(tensors: Iterable[_Tensor]) -> list[Row]:
     return [_row(str(key[0]), members) for key, members in groups.items()]
 
 
-def _row(pattern: str, members: list[_Tensor]) -> Row:
+def _row(pattern: str, members: list[_Tensor]) -> InventoryRow:
     first = members[0]
     name = first.name
     if len(members) > 1:
         name = pattern.replace("{}", "{" + _ranges(_layer(x.name) for x in members) + "}")
     dtype = str(first.dtype).removeprefix("torch.")
-    return Row(
+    return InventoryRow(
         name, first.part, first.shape, dtype, len(members), first.state, first.ignored, itemsize=first.dtype.itemsize
     )
 
 
 def _layer(name: str) -> int:
-    found = re.search(r"\.(\d+)\.", name)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"\.(\d+)\.", name)
+    assert match is not None
+    return int(match[1])
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def _ranges(layers: Iterable[int]) -> str:
     """Return 0-3,7 for 0, 1, 2, 3, 7."""
-    runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda x: x[1] - x[0])
+    runs = itertools.groupby(enumerate(sorted(layers)), key=lambda x: x[1] - x[0])
     ends = [(x[0][1], x[-1][1]) for x in (list(run) for _, run in runs)]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

@@ -12,7 +12,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from llava_mcore.convert.io.export_jobs import EntryRead, Export, Exported, HashTensors, export_entries, hash_tensors
+from llava_mcore.convert.io.export_jobs import (
+    EntryExport,
+    EntryRead,
+    Exported,
+    HashTensors,
+    export_entries,
+    hash_tensors,
+)
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.atomic import sync
 from llava_mcore.files.tensor_bytes import TensorAt
@@ -84,7 +91,7 @@ def batches[Item: Sized](items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
 
 def export_all(title: str, reads: Sequence[EntryRead], *, hashed: bool, workers: int) -> dict[str, str]:
     """Write every entry to its targets and return the SHA-256 of each Hugging Face tensor, if `hashed`."""
-    jobs = [Export(batch, hashed) for batch in batches(reads)]
+    jobs = [EntryExport(batch, hashed) for batch in batches(reads)]
     return _digests(run_with_progress(title, export_entries, jobs, workers=workers))
 
 
@@ -99,18 +106,18 @@ def _digests(results: Iterator[Exported]) -> dict[str, str]:
     return {name: digest for result in results for name, digest in result.digests.items()}
 
 
-def compare_digests(found: Mapping[str, str], expected: Mapping[str, str], *, title: str) -> None:
+def compare_digests(actual: Mapping[str, str], expected: Mapping[str, str], *, title: str) -> None:
     """Compare the SHA-256 of tensors.
 
     Raises:
         ConversionError: lists every tensor that differs, is missing, or is unexpected.
     """
-    wrong = [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
-    wrong += [f"{name}: is not expected" for name in sorted(found.keys() - expected.keys())]
+    wrong = [f"{name}: is missing" for name in sorted(expected.keys() - actual.keys())]
+    wrong += [f"{name}: is not expected" for name in sorted(actual.keys() - expected.keys())]
     wrong += [
-        f"{name}: SHA-256 {found[name][:12]}…, expected {expected[name][:12]}…"
-        for name in sorted(found.keys() & expected.keys())
-        if found[name] != expected[name]
+        f"{name}: SHA-256 {actual[name][:12]}…, expected {expected[name][:12]}…"
+        for name in sorted(actual.keys() & expected.keys())
+        if actual[name] != expected[name]
     ]
     if wrong:
         raise ConversionError(problems(title, wrong))

@@ -19,7 +19,7 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, join_alone
-from llava_mcore.parallel.together import together
+from llava_mcore.parallel.together import raise_together
 
 
 def load_model(
@@ -84,11 +84,11 @@ def load_part(
     hf = load_hf_config(hf_folder(checkpoint))
     model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
     if not holds_adapters(checkpoint):
-        together(groups, lambda: load_weights([model], checkpoint))
+        raise_together(groups, lambda: load_weights([model], checkpoint))
         return model.eval()
     layers = model_layers(hf)
     plans = read_plans(checkpoint, layers)
-    together(groups, lambda: load_weights([model], read_base(checkpoint).found_at(base_dir)))
+    raise_together(groups, lambda: load_weights([model], read_base(checkpoint).found_at(base_dir)))
     attach_adapters(model, plans, layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=0)
-    together(groups, lambda: load_adapters([model], checkpoint, own_parameters(plans, layers), groups.rank))
+    raise_together(groups, lambda: load_adapters([model], checkpoint, own_parameters(plans, layers), groups.rank))
     return model.eval()

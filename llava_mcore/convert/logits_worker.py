@@ -36,21 +36,21 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     enter(rank, num_processes, port)
     log.set_up(rank)
     with torch.serialization.safe_globals([HfNames]):
-        given = torch.load(job / "job.pt", weights_only=True)
+        job_options = torch.load(job / "job.pt", weights_only=True)
     groups = initialize(
-        backend="gloo", tensor_model_parallel_size=given["tp"], pipeline_model_parallel_size=given["pp"]
+        backend="gloo", tensor_model_parallel_size=job_options["tp"], pipeline_model_parallel_size=job_options["pp"]
     )
     seed_everything(0)
     try:
-        base_dir = None if given["base_dir"] is None else Path(given["base_dir"])
-        model = load_part(groups, Path(given["checkpoint"]), base_dir=base_dir)
+        base_dir = None if job_options["base_dir"] is None else Path(job_options["base_dir"])
+        model = load_part(groups, Path(job_options["checkpoint"]), base_dir=base_dir)
     except LlavaMcoreError as error:
         if rank == 0 or not error.on_all_ranks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     recorder = Recorder()
-    watch_ours(recorder, model, given["names"], lambda x: _gather(groups, x))
-    result: dict[str, Any] = {"logits": forward(model, given["inputs"]), "modules": recorder.found}
+    watch_ours(recorder, model, job_options["names"], lambda x: _gather(groups, x))
+    result: dict[str, Any] = {"logits": forward(model, job_options["inputs"]), "modules": recorder.outputs}
     if groups.tp_rank == 0:
         torch.save(result, job / f"stage{groups.pp_rank}.pt")
     shut_down()
@@ -64,7 +64,7 @@ def _gather(groups: Groups, x: Tensor) -> Tensor:
 
 
 _TOKENS = ("input_ids", "position_ids")
-"""What of a forward pass's inputs is not media."""
+"""The inputs of a forward pass that are not media."""
 
 
 def given_media(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ class HfSide:
         return cls(load_hf_config(folder), infos, unused, folder)
 
     @classmethod
-    def given(cls, folder: Path) -> HfSide:
+    def of_folder(cls, folder: Path) -> HfSide:
         """Read it from a Hugging Face folder, for a checkpoint without these files.
 
         Without weights in the folder, names are llava-hf's, and there are no unused tensors.
@@ -83,7 +83,7 @@ class HfSide:
         """Read it from a checkpoint of llava_mcore, or else from a Hugging Face folder."""
         if (layout.hf_folder(checkpoint) / layout.RECORD).is_file():
             return cls.carried(checkpoint)
-        return cls.given(otherwise)
+        return cls.of_folder(otherwise)
 
 
 def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
@@ -92,11 +92,11 @@ def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
     table = mapping_table(hf, usual_names(hf), hf_tensors=(), padded_vocab_size=rows)
     with single_process():
         shapes = parameter_shapes(meta_model(hf, num_vocab_rows=rows))
-    found = {}
+    infos = {}
     for name, entry in table.entries.items():
         for hf_name, x in entry.to_hf(torch.empty(shapes[name], device="meta")).items():
-            found[hf_name] = hf_files.TensorInfo(SINGLE, "F32", tuple(x.shape))
-    return found
+            infos[hf_name] = hf_files.TensorInfo(SINGLE, "F32", tuple(x.shape))
+    return infos
 
 
 class CheckpointWeights:
@@ -155,15 +155,15 @@ class CheckpointWeights:
             dtype: cast to this; None keeps the checkpoint's.
             targets: where to write each Hugging Face tensor.
         """
-        found = []
+        reads = []
         for name, entry in self.table.entries.items():
             stored = self.parameters[name]
             goals = tuple(self._goals(x, targets) for x in entry.hf_names) if targets else ()
             read = EntryRead(
                 entry, self.shapes[name], stored.tensor_slice, stored.chunks, stored.dtype, dtype or stored.dtype, goals
             )
-            found.append(read)
-        return found
+            reads.append(read)
+        return reads
 
     def _goals(self, name: str, targets: Mapping[str, TensorAt]) -> tuple[TensorAt, ...]:
         """Return all targets of a tensor: its own and those of its tied copies."""
@@ -175,9 +175,9 @@ class CheckpointWeights:
 
     def digests(self, title: str, *, workers: int) -> dict[str, str]:
         """Read every tensor of `infos` and return its SHA-256. `title`: title of the progress bar."""
-        found = export_all(title, self.reads(), hashed=True, workers=workers)
-        found |= {copy: found[original] for copy, original in self.table.copies.items()}
-        return found | hash_files(title, {name: self.unused.where(name) for name in self.table.unused}, workers=1)
+        digests = export_all(title, self.reads(), hashed=True, workers=workers)
+        digests |= {copy: digests[original] for copy, original in self.table.copies.items()}
+        return digests | hash_files(title, {name: self.unused.where(name) for name in self.table.unused}, workers=1)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and data of every tensor of `infos`, each valid until the next one."""
@@ -199,9 +199,9 @@ def parameters(
     """
     state = model.sharded_state_dict()
     check_model(state, stored.folder)
-    found = stored_slices(state, shapes)
-    _refuse_extra(set(stored) - {at.key for at in found.values()}, stored.folder)
-    return {name: stored.parameter(at.key, at.tensor_slice) for name, at in found.items()}
+    slices = stored_slices(state, shapes)
+    _refuse_extra(set(stored) - {at.key for at in slices.values()}, stored.folder)
+    return {name: stored.parameter(at.key, at.tensor_slice) for name, at in slices.items()}
 
 
 def legacy_parameters(

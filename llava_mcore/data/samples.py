@@ -37,7 +37,7 @@ class Turn:
     trained: bool = True
     """Whether an answer is trained; the other roles never are."""
     reasoning: str = ""
-    """What an assistant thinks before the text."""
+    """The assistant's reasoning before the text."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """More of the message for the chat template: "tool_calls", "tool_call_id", "name"."""
 
@@ -126,7 +126,7 @@ class TokenConversation:
 
     @property
     def num_patches(self) -> int:
-        """What the tower computes on: patches of all pictures and frames, frames of all sounds."""
+        """The size of the tower's input: patches of all pictures and frames, frames of all sounds."""
         return sum(item.tokens.num_patches for item in self.media)
 
     @property
@@ -146,9 +146,9 @@ class TokenSample(Sample):
 
     conversations: list[TokenConversation]
     num_tokens: int
-    """Of all conversations."""
+    """Tokens of all conversations."""
     num_patches: int = 0
-    """Of all their pictures, frames and sounds."""
+    """Patches of all their pictures, frames and sounds."""
 
 
 @edataclass
@@ -157,8 +157,8 @@ class EncodedSample(Sample):
 
     conversations: list[TokenConversation]
     pixel_values: Tensor
-    """Of all conversations: tiles [tiles, 3, h, w] or patches [patches, f], uint8 or (if the processor requires it)
-    float32; or rows of mel frames [rows, mel bins], float32."""
+    """Pixels of all conversations: tiles [tiles, 3, h, w] or patches [patches, f], uint8 or (if the processor requires
+    it) float32; or rows of mel frames [rows, mel bins], float32."""
 
 
 @dataclass(frozen=True)

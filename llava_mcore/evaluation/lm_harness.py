@@ -31,14 +31,14 @@ def find_tasks(settings: TaskSettings) -> TaskManager:
     """
     settings.check_folders()
     manager = _index(settings.folders)
-    found = []
+    errors = []
     for name in settings.names:
         if not manager.match_tasks([name]):
             close = difflib.get_close_matches(name, manager.all_tasks, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            found.append(f"{name}: no such task{hint}; --include-path names folders with tasks of your own")
-    if found:
-        raise DataError(problems("tasks cannot be found", found))
+            errors.append(f"{name}: no such task{hint}; --include-path names folders with tasks of your own")
+    if errors:
+        raise DataError(problems("tasks cannot be found", errors))
     return manager
 
 
@@ -94,14 +94,14 @@ def run_tasks(hf_dir: Path, max_length: int, dtype: str, settings: TaskSettings)
         """The text of a chat template has its BOS already; the base class lets the tokenizer add a second one."""
 
         def tok_batch_multimodal_encode(self, strings: list[str], images: list[Any], *rest: Any, **options: Any) -> Any:
-            whole: Any = self.processor
-            bos = whole.tokenizer.bos_token
+            processor: Any = self.processor
+            bos = processor.tokenizer.bos_token
             if bos is not None and all(text.startswith(bos) for text in strings):
-                self.processor: Any = _WithoutSpecialTokens(whole)
+                self.processor: Any = _WithoutSpecialTokens(processor)
             try:
                 return super().tok_batch_multimodal_encode(strings, images, *rest, **options)
             finally:
-                self.processor = whole
+                self.processor = processor
 
     _only_errors()
     model = TemplatedModel(
@@ -110,7 +110,7 @@ def run_tasks(hf_dir: Path, max_length: int, dtype: str, settings: TaskSettings)
     )  # fmt: skip
     gc.freeze()  # lm-eval collects garbage after every batch, which takes half a second with all that is imported
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model, tasks=list(settings.names), task_manager=manager, limit=settings.limit,
             apply_chat_template=True, bootstrap_iters=0,
         )  # fmt: skip
@@ -118,8 +118,8 @@ def run_tasks(hf_dir: Path, max_length: int, dtype: str, settings: TaskSettings)
         raise _unusable(settings, error) from error
     finally:
         gc.unfreeze()
-    assert found is not None, "this process is rank 0"
-    return [task_result(task, found["results"][task], documents) for task, documents in found["samples"].items()]
+    assert results is not None, "this process is rank 0"
+    return [task_result(task, results["results"][task], documents) for task, documents in results["samples"].items()]
 
 
 class _WithoutSpecialTokens:

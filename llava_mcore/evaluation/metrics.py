@@ -41,7 +41,7 @@ class Scores:
     """exact_match, anls, rouge1, rouge2, rougeL: means, 0 to 1. bleu: 0 to 100, of all answers together. cider: mean,
     0 to 10; absent where it is not defined (see `cider`)."""
     samples: tuple[dict[str, float], ...]
-    """Of each sample, in the order given: all of the above but bleu."""
+    """Metrics of each sample, in the order given: all of the above but bleu."""
 
 
 def score(answered: Sequence[Answered], tokenizer: TokenizerName | None = None) -> Scores:
@@ -103,8 +103,8 @@ def rouge(answered: Sequence[Answered], tokenizer: TokenizerName) -> list[dict[s
     except ImportError as error:
         raise ConfigError(NO_LIBRARIES) from error
     scorer = RougeScorer(list(ROUGE_TYPES), tokenizer=_Words(tokenizer))
-    found = [scorer.score_multi(list(sample.references), sample.answer) for sample in answered]
-    return [{name: float(scores[name].fmeasure) for name in ROUGE_TYPES} for scores in found]
+    scores_of_samples = [scorer.score_multi(list(sample.references), sample.answer) for sample in answered]
+    return [{name: float(scores[name].fmeasure) for name in ROUGE_TYPES} for scores in scores_of_samples]
 
 
 class _Words:
@@ -125,8 +125,8 @@ def bleu(answered: Sequence[Answered], tokenizer: TokenizerName) -> float:
     # One list per position in the samples' references. Repeating a sample's last one does not change its counts.
     streams = [[sample.references[min(index, len(sample.references) - 1)] for sample in answered]
                for index in range(most)]  # fmt: skip
-    found = metric.corpus_score([sample.answer for sample in answered], streams)
-    return float(found.score)
+    score = metric.corpus_score([sample.answer for sample in answered], streams)
+    return float(score.score)
 
 
 def cider(answered: Sequence[Answered], tokenizer: TokenizerName) -> list[float] | None:

@@ -1,4 +1,4 @@
-"""What tasks of lm-eval and lmms-eval are asked for, and what they found."""
+"""Requests for tasks of lm-eval and lmms-eval, and their results."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class TaskSettings:
 
     def check_folders(self) -> None:
         """Raise DataError if a folder does not exist."""
-        found = [f"there is no folder {folder}" for folder in self.folders if not folder.is_dir()]
-        if found:
-            raise DataError(problems("tasks cannot be found", found))
+        errors = [f"there is no folder {folder}" for folder in self.folders if not folder.is_dir()]
+        if errors:
+            raise DataError(problems("tasks cannot be found", errors))
 
 
 @dataclass(frozen=True)

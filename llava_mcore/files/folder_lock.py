@@ -109,7 +109,7 @@ class FolderLock:
         self,
         path: Path,
         *,
-        what: str,
+        activity: str,
         advice: str,
         group: str | None = None,
         say: Callable[[str], None] = lambda line: None,
@@ -120,13 +120,13 @@ class FolderLock:
 
         Args:
             path: the lock file; it is created with its parent folders.
-            what: what is locked, for messages.
+            activity: what is locked, for messages.
             advice: what to do if another process holds it, for messages.
             group: processes with the same group may use the folder together; the first one holds the lock.
             say: called with a message when this process waits, or takes over a stale lock.
             lost: called in a thread when another process has taken the lock over.
         """
-        self.path, self.what, self.advice = path, what, advice
+        self.path, self.activity, self.advice = path, activity, advice
         self._say, self._lost, self._job_has_ended = say, lost, job_has_ended
         self.me = Holder.here(group)
         self._released = threading.Event()
@@ -198,13 +198,15 @@ class FolderLock:
             return False
         renewed = self._seen is not None and self._seen != (holder, changed)
         if ended is False or (ended is None and renewed and holder is not None):
-            raise FolderInUse(f"{self.what} is in use by {holder}; {self.advice}")
+            raise FolderInUse(f"{self.activity} is in use by {holder}; {self.advice}")
         age = _now(self.path.parent) - changed
         if ended or age >= SECONDS_UNTIL_STALE:
-            self._say(f"{self.what} was left by {holder or 'an unknown process'}, which has ended: taken over")
+            self._say(f"{self.activity} was left by {holder or 'an unknown process'}, which has ended: taken over")
             return True
         if self._seen is None and holder is not None:
-            self._say(f"{self.what} is held by {holder}: waiting up to {SECONDS_UNTIL_STALE:.0f} s for a sign of life")
+            self._say(
+                f"{self.activity} is held by {holder}: waiting up to {SECONDS_UNTIL_STALE:.0f} s for a sign of life"
+            )
         self._seen = (holder, changed)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
         return False
@@ -231,17 +233,17 @@ class FolderLock:
                     continue
                 misses += 1
                 if misses == 3:
-                    self._lost(f"{self.what} was taken over by {holder or 'an unknown process'}")
+                    self._lost(f"{self.activity} was taken over by {holder or 'an unknown process'}")
                     return
 
 
 def _create(path: Path, holder: Holder) -> bool:
     """Write a lock file; return False if there is one."""
     try:
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(number, "w", encoding="utf-8") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(json.dumps(asdict(holder)))
     return True
 

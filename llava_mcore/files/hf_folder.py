@@ -160,38 +160,40 @@ def publish(partial: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def locked(target: Path, *, what: str) -> FolderLock:
+def locked(target: Path, *, activity: str) -> FolderLock:
     """Return the lock for writing to `target`: two writers would delete each other's files."""
     path = target.parent / f".{target.name}.lock"
-    return FolderLock(path, what=f"{what} to {target}", advice="wait for it or stop it, or choose another folder")
+    return FolderLock(
+        path, activity=f"{activity} to {target}", advice="wait for it or stop it, or choose another folder"
+    )
 
 
 @contextlib.contextmanager
-def written_beside(target: Path, *, num_bytes: int, what: str) -> Iterator[Path]:
+def written_beside(target: Path, *, num_bytes: int, activity: str) -> Iterator[Path]:
     """Yield an empty folder to write into, which becomes `target` at the end and is removed after an error.
 
     Args:
         num_bytes: bytes that will be written.
-        what: "the import", for messages.
+        activity: "the import", for messages.
 
     Raises:
         ConversionError: before anything is written, if the disk has not enough space or refuses the folder; or if
             writing failed.
         FolderInUse: another process is writing to the target.
     """
-    require_room(target, num_bytes, what=what)
+    require_room(target, num_bytes, activity=activity)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(target, what=what))
+            stack.enter_context(locked(target, activity=activity))
             partial = partial_sibling(target)
         except OSError as error:
-            raise ConversionError(f"{what} cannot be written to {target}: {error}") from error
-        stack.enter_context(_published(partial, target, num_bytes, what))
+            raise ConversionError(f"{activity} cannot be written to {target}: {error}") from error
+        stack.enter_context(_published(partial, target, num_bytes, activity))
         yield partial
 
 
 @contextlib.contextmanager
-def _published(partial: Path, target: Path, num_bytes: int, what: str) -> Iterator[None]:
+def _published(partial: Path, target: Path, num_bytes: int, activity: str) -> Iterator[None]:
     """Rename `partial` to `target` at the end; remove it after an error."""
     try:
         yield
@@ -199,12 +201,12 @@ def _published(partial: Path, target: Path, num_bytes: int, what: str) -> Iterat
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = f"; it needs {num_bytes / 1e9:.2f} GB, free some or choose another folder" if full else ""
-        raise ConversionError(f"{what} to {target} failed, and its files were removed: {error}{hint}") from error
+        raise ConversionError(f"{activity} to {target} failed, and its files were removed: {error}{hint}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def require_room(target: Path, num_bytes: int, *, what: str) -> None:
+def require_room(target: Path, num_bytes: int, *, activity: str) -> None:
     """Refuse to start if the disk has not enough space.
 
     Raises:
@@ -214,14 +216,14 @@ def require_room(target: Path, num_bytes: int, *, what: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         needed = f"{num_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free"
-        raise ConversionError(f"{target}: {what} needs {needed} there; free some or choose another folder")
+        raise ConversionError(f"{target}: {activity} needs {needed} there; free some or choose another folder")
 
 
-def require_absent(target: Path, *, what: str) -> None:
+def require_absent(target: Path, *, activity: str) -> None:
     """Refuse to overwrite anything.
 
     Raises:
         ConversionError: `target` exists and is not an empty folder.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionError(f"{target} exists and is not empty; {what} never overwrites: choose another folder")
+        raise ConversionError(f"{target} exists and is not empty; {activity} never overwrites: choose another folder")

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder must hold; read before imports that take seconds, so that a wrong path ends at once."""
+"""Required contents of a Hugging Face folder; read before slow imports, so that a wrong path ends at once."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def _entries(folder: Path) -> dict[str, str]:
     names: dict[str, str] = {}
     try:
         with os.scandir(folder) as entries:
-            for number, entry in enumerate(entries):
-                if number == MOST_ENTRIES:
+            for count, entry in enumerate(entries):
+                if count == MOST_ENTRIES:
                     return {}
                 names.setdefault(_spelled(entry.name), entry.name)
     except (OSError, ValueError):  # not a folder, or not a valid name

@@ -56,11 +56,11 @@ def open_regular_file(path: Path, most_bytes: int | None = None, *, buffering: i
     return file
 
 
-def _check(path: Path, found: os.stat_result, most_bytes: int | None) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise RefusedFileError(f"{path} is {kind_of(found.st_mode)}, not a regular file")
-    if most_bytes is not None and found.st_size > most_bytes:
-        raise RefusedFileError(f"{path} has {found.st_size} bytes; the limit is {most_bytes}")
+def _check(path: Path, status: os.stat_result, most_bytes: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise RefusedFileError(f"{path} is {kind_of(status.st_mode)}, not a regular file")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise RefusedFileError(f"{path} has {status.st_size} bytes; the limit is {most_bytes}")
 
 
 def kind_of(mode: int) -> str:

@@ -38,10 +38,10 @@ LOAD_ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueErr
 
 def why_refused(error: BaseException) -> str:
     """Return why torch.load did not read a file, in one line: its own message advises to disable the protection."""
-    found = _GLOBAL.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
-    if found is not None:
+    match = _GLOBAL.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    if match is not None:
         return (
-            f"holds the Python object {found[1]}, which could execute code, so it was not opened. Only tensors, "
+            f"holds the Python object {match[1]}, which could execute code, so it was not opened. Only tensors, "
             "numbers, "
             "strings and containers of them are read"
         )

@@ -134,10 +134,10 @@ def _second_copy(folder: Path) -> set[str]:
     """
     files = set(read_index(folder / INDEX).values())
     if files - {SINGLE} and all((folder / name).is_file() for name in files):
-        shown = ", ".join(sorted(files - {SINGLE})[:3])
+        listed = ", ".join(sorted(files - {SINGLE})[:3])
         raise ConversionError(
             f"{folder} holds two copies of the weights: {SINGLE}, which transformers reads, and {INDEX} with its files "
-            f"({shown}{', …' if len(files) > 3 else ''}), which vLLM reads. Keep one: delete {SINGLE}, or the index "
+            f"({listed}{', …' if len(files) > 3 else ''}), which vLLM reads. Keep one: delete {SINGLE}, or the index "
             "and its files"
         )
     return files

@@ -22,7 +22,7 @@ class TokenAngles:
         self._embedding = model.rotary_pos_emb
         shape = model.shape
         self._frequencies: tuple[Tensor, Tensor] | None = None
-        """Of all layers, and of those with a window, if these have others."""
+        """Rotary frequencies of all layers, and those of the sliding-window layers, if they differ."""
         if shape.local_rope is not None:
             self._frequencies = shape.rope.inv_freq.to(device), shape.local_rope.inv_freq.to(device)
         attentions = [layer.self_attention for layer in model.decoder.layers]

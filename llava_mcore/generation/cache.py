@@ -29,7 +29,7 @@ PIECE = 256
 
 
 class CachedRows:
-    """What the caches of all layers need to know about the sequences.
+    """The state of the sequences, for the caches of all layers.
 
     `prefilled`: the row whose prompt is being read; None while every row gets one token. `lengths`: int64 [r] on the
     device, tokens of each row before this pass. `longest`: the largest of them.
@@ -77,24 +77,24 @@ class CachedAttention(SDPAttention):
         return self._attend(query, key, value)
 
     def _next_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        number, lengths, end = self.rows.num_rows, self.rows.lengths, self.rows.longest + 1
+        num_rows, lengths, end = self.rows.num_rows, self.rows.lengths, self.rows.longest + 1
         keys, values = self._reserved(end, key)
-        each = torch.arange(number, device=key.device)
-        keys[each, :, lengths] = key[:number, 0]
-        values[each, :, lengths] = value[:number, 0]
+        each = torch.arange(num_rows, device=key.device)
+        keys[each, :, lengths] = key[:num_rows, 0]
+        values[each, :, lengths] = value[:num_rows, 0]
         columns = torch.arange(end, device=key.device)
         seen = columns <= lengths[:, None]
         if self.window is not None:
             seen &= columns > lengths[:, None] - self.window
         groups = keys.shape[1]
         # The heads of a group are treated as tokens, so keys and values need not be repeated.
-        q = query[:number, 0].unflatten(1, (groups, -1))  # [r, g, n / g, d]
+        q = query[:num_rows, 0].unflatten(1, (groups, -1))  # [r, g, n / g, d]
         k, v, mask = keys[:, :, :end], values[:, :, :end], seen[:, None, None]
         if self.softcap is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         else:
             out = self._capped(q, k, v, self.softcap, mask, 0.0)
-        return F.pad(out.flatten(1)[:, None], (0, 0, 0, 0, 0, len(query) - number))
+        return F.pad(out.flatten(1)[:, None], (0, 0, 0, 0, 0, len(query) - num_rows))
 
     def _reserved(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values with room for a number of tokens."""

@@ -55,9 +55,9 @@ def processed_choice(
     return int(torch.multinomial(scores.softmax(dim=-1).cpu()[0], 1, generator=generator))
 
 
-def own_generator(seed: int, number: int) -> torch.Generator:
+def own_generator(seed: int, index: int) -> torch.Generator:
     """Return the generator of one prompt, so that its sampling does not depend on what else is answered."""
-    return torch.Generator().manual_seed((seed * _STRIDE + number) % 2**32)  # the CPU's takes 32 bits
+    return torch.Generator().manual_seed((seed * _STRIDE + index) % 2**32)  # the CPU's takes 32 bits
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -29,18 +29,18 @@ from llava_mcore.parallel.share import share_step
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to prompt `number` (from 0): its tokens, with the one that ends it if there is one."""
+    """The answer to prompt `index` (from 0): its tokens, with the one that ends it if there is one."""
 
-    number: int
+    index: int
     tokens: list[int]
 
 
 @dataclass
-class _Row:
+class _PromptRow:
     """A prompt that is being answered. `length`, `position`: of the next token to read. `most`: tokens of the answer.
     `ids`: int64 [1, s]."""
 
-    number: int
+    index: int
     length: int
     position: int
     most: int
@@ -74,16 +74,16 @@ def generate(
     """
     with torch.no_grad(), cached_rows(models, num_rows, groups.device) as rows:
         model = CachedModel(models, groups, rows, multiple=multiple)
-        yield from _Generation(model, prompts, settings, fields, num_rows).answers()
+        yield from _AnswerLoop(model, prompts, settings, fields, num_rows).answers()
 
 
-class _Generation:
+class _AnswerLoop:
     def __init__(
         self, model: CachedModel, prompts: Iterator[Prompt] | None, settings: Settings, fields: Fields, num_rows: int
     ) -> None:
         self.model, self.prompts, self.settings, self.fields = model, prompts, settings, fields
         self.groups = model.groups
-        self.rows: list[_Row | None] = [None] * num_rows
+        self.rows: list[_PromptRow | None] = [None] * num_rows
         self.num_read, self.has_more = 0, True
 
     def answers(self) -> Iterator[Answer]:
@@ -98,15 +98,17 @@ class _Generation:
     def _fill(self, index: int) -> Iterator[Answer]:
         """Read prompts into a free row until one of them needs more than its first token."""
         while self.rows[index] is None and self.has_more:
-            found = self._next_prompt()
-            if found is None:
+            prompt = self._next_prompt()
+            if prompt is None:
                 self.has_more = False
                 return
-            batch, length, position = found
+            batch, length, position = prompt
             ids = batch.input_ids[:, :length]
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
             most = self.settings.longest_answer(length)
-            row = _Row(self.num_read, length, position, most, ids, self.settings.processors(length, ids.device), draws)
+            row = _PromptRow(
+                self.num_read, length, position, most, ids, self.settings.processors(length, ids.device), draws
+            )
             self.num_read += 1
             logits = self.model.read_prompt(batch, length, index)
             self.rows[index] = row
@@ -125,16 +127,16 @@ class _Generation:
             row.length, row.position = row.length + 1, row.position + 1
         yield from self._take(indices, self._chosen(None if logits is None else logits[indices], rows))
 
-    def _chosen(self, logits: Tensor | None, rows: Sequence[_Row]) -> list[int]:
+    def _chosen(self, logits: Tensor | None, rows: Sequence[_PromptRow]) -> list[int]:
         """Return the next token of each of these rows, on all stages."""
         tokens = None
         if logits is not None:
             group = self.groups.tensor_parallel
             if any(row.processors or row.draws for row in rows):
-                whole = whole_logits(logits, self.model.models[-1].language_model.true_vocab_size, group)
-                each = zip(whole.split(1), rows, strict=True)
-                found = [processed_choice(x, row.ids, row.processors, row.draws) for x, row in each]
-                tokens = torch.tensor(found, device=logits.device)
+                full_logits = whole_logits(logits, self.model.models[-1].language_model.true_vocab_size, group)
+                each = zip(full_logits.split(1), rows, strict=True)
+                choices = [processed_choice(x, row.ids, row.processors, row.draws) for x, row in each]
+                tokens = torch.tensor(choices, device=logits.device)
             else:
                 tokens = most_probable(logits, group)
         return self.model.from_last_stage(tokens, len(rows)).tolist()
@@ -149,7 +151,7 @@ class _Generation:
                 row.ids = torch.cat([row.ids, row.ids.new_tensor([[token]])], dim=1)
             if token in self.settings.end_ids or len(row.tokens) == row.most:
                 self.rows[index] = None
-                yield Answer(row.number, row.tokens)
+                yield Answer(row.index, row.tokens)
 
     def _next_prompt(self) -> tuple[MicroBatch, int, int] | None:
         """Return the next prompt on this rank's device, its length and next position; None after the last one."""

@@ -73,28 +73,28 @@ class Questions:
         total = sum(data.num_samples for data in self._datasets)
         if not total:
             raise DataError(f"the part {split} of {path} has no samples")
-        wanted = min(total, total if most_samples is None else most_samples)
-        self.numbers = [i * total // wanted for i in range(wanted)]
-        """Of the samples."""
+        num_asked = min(total, total if most_samples is None else most_samples)
+        self.indices = [i * total // num_asked for i in range(num_asked)]
+        """Indices of the samples."""
 
-    def read(self, numbers: Sequence[int]) -> Iterator[Question | Skip]:
+    def read(self, indices: Sequence[int]) -> Iterator[Question | Skip]:
         """Yield the questions of some samples in their order; or why a sample cannot be used.
 
         Raises:
             DataError: a shard cannot be read at all.
         """
-        for number in numbers:
+        for index in indices:
             with reading(self.path, 0):
-                found = self._read(number)
-            yield from found
+                questions = self._read(index)
+            yield from questions
 
-    def _read(self, number: int) -> list[Question | Skip]:
+    def _read(self, index: int) -> list[Question | Skip]:
         first = 0
         for data in self._datasets:
-            if number < first + data.num_samples:
+            if index < first + data.num_samples:
                 break
             first += data.num_samples
-        inside = data.shards[0].first + number - first
+        inside = data.shards[0].first + index - first
         shard = data.shard_of(inside)
         try:
             with data.reading():
@@ -104,14 +104,14 @@ class Questions:
         except (*DATA_ERRORS, DataError) as error:
             return [Skip(f"{data.path}: shard {shard.name}, sample number {inside - shard.first}", str(error))]
         single = len(chat.conversations) == 1
-        found: list[Question | Skip] = []
+        questions: list[Question | Skip] = []
         for member, conversation in enumerate(chat.conversations):
             key = chat.__key__ if single else f"{chat.__key__}#{member}"
             asked = self._encoder.prompted(chat, conversation, key)
-            found += self._questions(asked, key, number, member)
-        return found
+            questions += self._questions(asked, key, index, member)
+        return questions
 
-    def _questions(self, conversation: Conversation, key: str, number: int, member: int) -> list[Question]:
+    def _questions(self, conversation: Conversation, key: str, sample_index: int, member: int) -> list[Question]:
         turns = conversation.turns
         # A turn that only calls tools has no text to compare with.
         answers = [index for index, turn in enumerate(turns) if turn.role == "assistant" and turn.text.strip()]
@@ -120,7 +120,7 @@ class Questions:
         chosen = list(enumerate(answers)) if self.every_answer else [(len(answers) - 1, answers[-1])]
         return [
             Question(
-                (number, member, which),
+                (sample_index, member, which),
                 key if which == len(answers) - 1 else f"{key}@{which}",
                 before_answer(conversation, index),
                 unescape(turns[index].text.strip()),

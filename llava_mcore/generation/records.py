@@ -43,7 +43,7 @@ class Record:
         return values
 
 
-class Asked:
+class PromptQueue:
     """Turns questions into prompts and remembers what was asked."""
 
     def __init__(
@@ -72,8 +72,8 @@ class Asked:
             self.records.append(record)
             yield prompt
 
-    def answered(self, number: int, tokens: list[int]) -> None:
-        """Store the answer to prompt `number`."""
-        entry = self._entries[number]
+    def answered(self, index: int, tokens: list[int]) -> None:
+        """Store the answer to prompt `index`."""
+        entry = self._entries[index]
         text = decoded(self._assets, tokens)
         self.records[entry] = replace(self.records[entry], answer=text, num_tokens=len(tokens))

@@ -60,19 +60,19 @@ class TokenSampling:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values outside their ranges."""
-        found = []
+        errors = []
         if self.temperature is None and (self.top_p is not None or self.top_k is not None):
-            found.append("--top-p and --top-k need --temperature: without it the best token is taken")
+            errors.append("--top-p and --top-k need --temperature: without it the best token is taken")
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
-            found.append(
+            errors.append(
                 f"--temperature must be above 0, found {self.temperature}; omit it for the most probable token"
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            found.append(f"--top-p must be above 0 and at most 1, found {self.top_p}")
+            errors.append(f"--top-p must be above 0 and at most 1, found {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
-            found.append(f"--top-k must be at least 1, found {self.top_k}")
-        if found:
-            raise ConfigError("; ".join(found))
+            errors.append(f"--top-k must be at least 1, found {self.top_k}")
+        if errors:
+            raise ConfigError("; ".join(errors))
 
 
 @dataclass(frozen=True)
@@ -125,32 +125,36 @@ class Settings:
             prompt_length: tokens of the prompt, media included.
         """
         config, ends, name = self.config, sorted(self.end_ids), str(device)
-        found: list[LogitsProcessor] = []
+        processors: list[LogitsProcessor] = []
         if config.repetition_penalty not in (None, 1.0):
-            found.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
+            processors.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
         if config.no_repeat_ngram_size:
-            found.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+            processors.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
         if config.min_length and ends:
-            found.append(MinLengthLogitsProcessor(config.min_length, ends, device=name))
+            processors.append(MinLengthLogitsProcessor(config.min_length, ends, device=name))
         if config.min_new_tokens and ends:
-            found.append(MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, ends, device=name))
+            processors.append(
+                MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, ends, device=name)
+            )
         if config.suppress_tokens is not None:
-            found.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=name))
+            processors.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=name))
         if config.begin_suppress_tokens is not None:
-            found.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=name))
+            processors.append(
+                SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=name)
+            )
         if self.draws:
-            found += self._warpers()
-        return LogitsProcessorList(found)
+            processors += self._warpers()
+        return LogitsProcessorList(processors)
 
     def _warpers(self) -> list[LogitsProcessor]:
-        config, found = self.config, []
+        config, warpers = self.config, []
         if config.temperature not in (None, 1.0):
-            found.append(TemperatureLogitsWarper(config.temperature))
+            warpers.append(TemperatureLogitsWarper(config.temperature))
         if config.top_k:
-            found.append(TopKLogitsWarper(top_k=config.top_k))
+            warpers.append(TopKLogitsWarper(top_k=config.top_k))
         if config.top_p is not None and config.top_p < 1.0:
-            found.append(TopPLogitsWarper(top_p=config.top_p))
-        return found
+            warpers.append(TopPLogitsWarper(top_p=config.top_p))
+        return warpers
 
 
 def read_settings(
@@ -197,10 +201,10 @@ def _config(hf_dir: Path, hf: PretrainedConfig) -> GenerationConfig:
 
 def require_streaming(hf_dir: Path, hf: PretrainedConfig) -> None:
     """Raise ConfigError if the folder asks for beam search, whose answers cannot be streamed."""
-    number = _config(hf_dir, hf).num_beams
-    if number not in (None, 1):
+    num_beams = _config(hf_dir, hf).num_beams
+    if num_beams not in (None, 1):
         raise ConfigError(
-            f"{hf_dir / FILE} sets num_beams = {number}: chat prints each word as soon as it is chosen, but beam "
+            f"{hf_dir / FILE} sets num_beams = {num_beams}: chat prints each word as soon as it is chosen, but beam "
             "search chooses none before the end. Set num_beams to 1, or use `generate`"
         )
 
@@ -208,9 +212,9 @@ def require_streaming(hf_dir: Path, hf: PretrainedConfig) -> None:
 def require_known(settings: Settings, source: Path) -> None:
     """Raise ConfigError for settings of transformers that generation at tp x pp does not support."""
     values = {name: settings.config.to_dict().get(name) for name in UNSUPPORTED}
-    found = [f"{name} = {value}" for name, value in values.items() if value not in UNSUPPORTED[name]]
-    if found:
+    unknown = [f"{name} = {value}" for name, value in values.items() if value not in UNSUPPORTED[name]]
+    if unknown:
         raise ConfigError(
-            f"{source / FILE} sets {', '.join(found)}, which only transformers knows: remove it, or export the "
+            f"{source / FILE} sets {', '.join(unknown)}, which only transformers knows: remove it, or export the "
             "checkpoint and answer with --hf-dir"
         )

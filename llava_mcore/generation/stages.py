@@ -36,7 +36,7 @@ class CachedModel:
         is_divided = self.config.sequence_parallel
         self._parts = groups.tp_size if is_divided else 1
         self.num_tokens = math.ceil(rows.num_rows / math.lcm(multiple, self._parts)) * math.lcm(multiple, self._parts)
-        """Of a pass that gives each row its next token, with padding."""
+        """Tokens of a pass that gives each row its next token, with padding."""
         self._angles = [TokenAngles(model.language_model, groups.device) for model in models]
         self._ring = dist.get_process_group_ranks(groups.pipeline_parallel)
 
@@ -122,12 +122,12 @@ class CachedModel:
         following = self._ring[(self.groups.pp_rank + 1) % len(self._ring)]
         dist.send(hidden.contiguous(), following, group=self.groups.pipeline_parallel)
 
-    def from_last_stage(self, tokens: Tensor | None, number: int) -> Tensor:
-        """Return the tokens int64 [number] that the last stage has chosen, on all stages."""
+    def from_last_stage(self, tokens: Tensor | None, count: int) -> Tensor:
+        """Return the tokens int64 [count] that the last stage has chosen, on all stages."""
         if len(self._ring) == 1:
             assert tokens is not None
             return tokens
         if tokens is None:
-            tokens = torch.empty(number, dtype=torch.int64, device=self.groups.device)
+            tokens = torch.empty(count, dtype=torch.int64, device=self.groups.device)
         dist.broadcast(tokens, self._ring[-1], group=self.groups.pipeline_parallel)
         return tokens

@@ -34,22 +34,22 @@ def find_nodes(launch: LaunchConfig, environ: Mapping[str, str]) -> Nodes:
     Raises ConfigError with everything that is missing or that contradicts SLURM.
     """
     job = read_job(environ)
-    found = [] if job is None else _contradictions(launch, job)
+    errors = [] if job is None else _contradictions(launch, job)
     count = launch.num_nodes or (job.num_nodes if job else 1)
     rank = launch.node_rank if launch.node_rank is not None else (job.node_rank if job and job.num_nodes > 1 else None)
     address = launch.master_addr
     if count > 1 and rank is None:
-        found.append(f"--node {count} needs this node's number: give --rank 0 on the first node, 1 on the next, …")
+        errors.append(f"--node {count} needs this node's number: give --rank 0 on the first node, 1 on the next, …")
     if count > 1 and address is None and (job is None or job.num_nodes == 1):
-        found.append(f"--node {count} needs the first node's address: give --master-addr on every node")
+        errors.append(f"--node {count} needs the first node's address: give --master-addr on every node")
     if count == 1 and launch.num_nodes is None and job is None:
         # With --node 1 they are allowed: a script may be used for any number of machines.
         alone = {"--rank": launch.node_rank, "--master-addr": address if launch.master_port is None else None}
-        found += [f"{flag} has no effect without --node: add it" for flag, given in alone.items() if given is not None]
+        errors += [f"{flag} has no effect without --node: add it" for flag, value in alone.items() if value is not None]
     elif rank is not None and rank >= count:
-        found.append(f"--rank {rank} is not below --node {count}: ranks start at 0")
-    if found:
-        raise ConfigError(problems("The nodes of the run are unclear", found))
+        errors.append(f"--rank {rank} is not below --node {count}: ranks start at 0")
+    if errors:
+        raise ConfigError(problems("The nodes of the run are unclear", errors))
     if count > 1 and address is None and job is not None:
         address = first_address(job)
     job_id = launch.slurm_job_id or (job.job_id if job else None)
@@ -75,29 +75,29 @@ def check_gpu_ids(launch: LaunchConfig, gpu_count: int) -> list[str]:
     if not gpu_count:
         return [f"--gpu-ids {launch.gpu_ids}: this machine has no GPU: omit the flag"]
     ids = launch.chosen_gpus
-    found = []
+    errors = []
     if launch.num_gpus not in (-1, len(ids)):
-        found.append(
+        errors.append(
             f"--gpu-ids {launch.gpu_ids} names {len(ids)} GPUs, --gpus says {launch.num_gpus}: omit one of them"
         )
     if max(ids) >= gpu_count:
-        found.append(f"--gpu-ids {launch.gpu_ids}: this machine shows {gpu_count}, numbered 0 to {gpu_count - 1}")
-    return found
+        errors.append(f"--gpu-ids {launch.gpu_ids}: this machine shows {gpu_count}, numbered 0 to {gpu_count - 1}")
+    return errors
 
 
 def _contradictions(launch: LaunchConfig, job: SlurmJob) -> list[str]:
     """Return what is wrong with how the job was started."""
-    found = []
+    errors = []
     if job.num_tasks > job.num_nodes:
-        found.append(
+        errors.append(
             f"SLURM started run.py {job.num_tasks} times on {job.num_nodes} nodes, and each starts all processes of "
             "its node: use srun --ntasks-per-node=1"
         )
     if job.num_nodes == 1 and job.job_nodes > 1 and launch.num_nodes is None:
-        found.append(
+        errors.append(
             f"SLURM job {job.job_id} has {job.job_nodes} nodes and run.py was started on one of them: start it with "
             "srun --ntasks-per-node=1, as scripts/slurm/train.sbatch does, or pass --node 1"
         )
     if job.num_nodes > 1 and launch.num_nodes not in (None, job.num_nodes):
-        found.append(f"--node {launch.num_nodes}: SLURM started run.py on {job.num_nodes} nodes: omit the flag")
-    return found
+        errors.append(f"--node {launch.num_nodes}: SLURM started run.py on {job.num_nodes} nodes: omit the flag")
+    return errors

@@ -48,29 +48,29 @@ def collect_rarely() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, ours: str | None = None) -> int:
+def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, program: str | None = None) -> int:
     """Run a command, forward our signals to it, and return its exit code (128 + n if signal n ended it).
 
     The child has its own session: otherwise Ctrl-C in a terminal would reach it twice. Call this in the main thread.
     `argv[0]` must exist: otherwise 1 is returned, after a traceback.
 
     Args:
-        ours: name of the command, if it is one of our programs. It starts with the FORWARDED signals blocked and
+        program: name of the command, if it is one of our programs. It starts with the FORWARDED signals blocked and
             unblocks them when it is ready, and it is killed if we are; another command gets SIGTERM then. If the
             command is killed, a message says so.
     """
     pending: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
-    def forward(number: int, _frame: FrameType | None) -> None:
+    def forward(signal_number: int, _frame: FrameType | None) -> None:
         if child is None:
-            pending.append(number)
+            pending.append(signal_number)
         else:
-            child.send_signal(number)
+            child.send_signal(signal_number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    number = signal.SIGKILL if ours else signal.SIGTERM
-    command = tied_command(argv, number, held=ours is not None)
+    before = {signal_number: signal.signal(signal_number, forward) for signal_number in FORWARDED}
+    signal_number = signal.SIGKILL if program else signal.SIGTERM
+    command = tied_command(argv, signal_number, held=program is not None)
     try:
         # Blocked, so that a signal cannot end the child before it can answer.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -82,10 +82,10 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, ours
             child.send_signal(waiting)
         code = child.wait()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if code < 0 and ours is not None:
-        print(f"error: {ours} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
+    if code < 0 and program is not None:
+        print(f"error: {program} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -98,13 +98,11 @@ class StopSignals:
     """Handles signals of a training process, whatever its main thread is doing.
 
     SIGUSR1 asks it to save and end. torchrun forwards a SIGTERM that it got as SIGUSR1, and sends SIGTERM itself only
-    to
-    the remaining ranks when one has failed. These end within 2.5 seconds, but wait for the SIGUSR1 that follows when
+    to the remaining ranks when one has failed. These end within 2.5 seconds, but wait for the SIGUSR1 that follows when
     every process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after the same time.
 
     As a context it suppresses what an interrupted main thread raises: other ranks may end earlier. Before it is
-    entered,
-    SIGINT ends the process at once.
+    entered, SIGINT ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -113,13 +111,13 @@ class StopSignals:
         self.asked = False
         self.interrupted = False
         self._entered = False
-        self._numbers, numbers = os.pipe()
-        os.set_blocking(numbers, False)
+        self._signal_pipe, write_end = os.pipe()
+        os.set_blocking(write_end, False)
         # Python's own handlers run in the main thread, which may hang in a collective call. These bytes arrive even
         # then.
-        signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
-        for number in (STOP, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for signal_number in (STOP, signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, self._handle)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
         unblock_signals()
 
@@ -131,8 +129,8 @@ class StopSignals:
     ) -> bool:
         return kind is not None and self.interrupted
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
+    def _handle(self, signal_number: int, _frame: FrameType | None) -> None:
+        if signal_number == signal.SIGINT:
             self.interrupted = True
             if not self._entered:
                 os._exit(INTERRUPTED)
@@ -143,16 +141,18 @@ class StopSignals:
         code = 0
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._numbers], [], [], left)[0]:
+            if not select.select([self._signal_pipe], [], [], left)[0]:
                 os._exit(code)
-            for number in os.read(self._numbers, 64):
-                if number == STOP:
+            for signal_number in os.read(self._signal_pipe, 64):
+                if signal_number == STOP:
                     self.asked = True
                     deadline = deadline if self.interrupted else None
-                elif number == signal.SIGINT:
+                elif signal_number == signal.SIGINT:
                     self.interrupted = True
-                if deadline is None and (number == signal.SIGINT or (number == signal.SIGTERM and not self.asked)):
-                    deadline, code = time.monotonic() + _LAST_SECONDS, 128 + number
+                if deadline is None and (
+                    signal_number == signal.SIGINT or (signal_number == signal.SIGTERM and not self.asked)
+                ):
+                    deadline, code = time.monotonic() + _LAST_SECONDS, 128 + signal_number
 
 
 def exit_now(code: int) -> NoReturn:

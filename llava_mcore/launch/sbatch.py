@@ -47,13 +47,13 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
         f"--signal=B:USR1@{SECONDS_BEFORE_LIMIT}",
         *further,
     ]
-    found = [
+    errors = [
         f"{option!r}: {match[0]!r} is not allowed there; choose a name, a folder or an option without it"
         for option in options
         if (match := _UNQUOTABLE.search(option))
     ]
-    if found:
-        raise ConfigError(problems("The job's #SBATCH lines cannot be written", found))
+    if errors:
+        raise ConfigError(problems("The job's #SBATCH lines cannot be written", errors))
     command = [sys.executable, str(REPOSITORY / "scripts" / "train" / "run.py"), *arguments]
     on_nodes = shlex.join(["bash", str(REPOSITORY / "scripts" / "slurm" / "on_each_node.sh"), *command])
     return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_quoted(text)}" for text in options), f"exec {on_nodes}\n"])

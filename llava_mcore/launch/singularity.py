@@ -37,7 +37,7 @@ def requested_image(argv: Sequence[str]) -> Path | None:
 
 def without_image(argv: Sequence[str]) -> list[str]:
     """Return the command line without `--sif-path`, so that the command inside does not start another container."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False
     for text in argv:
         if skip:
@@ -45,8 +45,8 @@ def without_image(argv: Sequence[str]) -> list[str]:
         elif text == FLAG:
             skip = True
         elif not text.startswith(f"{FLAG}="):
-            kept.append(text)
-    return kept
+            remaining.append(text)
+    return remaining
 
 
 def container_argv(
@@ -64,18 +64,18 @@ def container_argv(
     Raises ConfigError for folders and values that the engine's --bind and --env, which are lists separated by commas,
     cannot express.
     """
-    found = [
+    errors = [
         f"{path}: the container engine does not support a folder with {match[0]!r} in its name: rename it"
         for path in binds
         if (match := _NOT_IN_BIND.search(str(path)))
     ]
-    found += [
+    errors += [
         f"{name}={value}: the container engine does not support a value with {match[0]!r}: change the variable"
         for name, value in env.items()
         if (match := _NOT_IN_ENV.search(value))
     ]
-    if found:
-        raise ConfigError(problems("The container cannot be started", found))
+    if errors:
+        raise ConfigError(problems("The container cannot be started", errors))
     return [
         engine,
         "exec",
@@ -94,10 +94,10 @@ def bind_folders(argv: Sequence[str], cwd: Path) -> list[Path]:
     For a folder that does not exist yet, its nearest existing parent is returned. Paths in the file given by `--config`
     count too. Folders below another one and system folders are omitted.
     """
-    wanted = [REPOSITORY, cwd]
+    candidates = [REPOSITORY, cwd]
     for path in _named_paths(argv, cwd):
-        wanted += [_existing_folder(path), _existing_folder(path.resolve())]
-    folders = [path for path in dict.fromkeys(wanted) if path != Path("/") and not _below(path, _SYSTEM)]
+        candidates += [_existing_folder(path), _existing_folder(path.resolve())]
+    folders = [path for path in dict.fromkeys(candidates) if path != Path("/") and not _below(path, _SYSTEM)]
     return [path for path in folders if not _below(path, [other for other in folders if other != path])]
 
 

@@ -78,6 +78,6 @@ def worker_env(
     if interface is not None:
         env |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     if gpu_ids:
-        shown = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(shown[i] if shown else str(i) for i in gpu_ids)
+        visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in gpu_ids)
     return env

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Layout(Protocol):
+class TensorTransform(Protocol):
     """`to_hf(to_megatron(*x)) == x`, bit for bit, for every dtype."""
 
     def to_megatron(self, *hf: Tensor) -> Tensor: ...

@@ -24,7 +24,7 @@ class TensorSlice:
     size: Shape
 
     @classmethod
-    def whole(cls, shape: Shape) -> TensorSlice:
+    def full(cls, shape: Shape) -> TensorSlice:
         """Return the slice that covers a whole tensor."""
         return cls((0,) * len(shape), shape)
 
@@ -61,16 +61,16 @@ def slices_of_range(shape: Shape, start: int, stop: int) -> list[TensorSlice]:
         return []
     if first > last:
         return _in_row(last, shape, start, stop)
-    found = _in_row(first - 1, shape, start, first * row) if start < first * row else []
+    slices = _in_row(first - 1, shape, start, first * row) if start < first * row else []
     if first < last:
-        found.append(TensorSlice((first, *[0] * len(shape[1:])), (last - first, *shape[1:])))
-    return found + _in_row(last, shape, last * row, stop)
+        slices.append(TensorSlice((first, *[0] * len(shape[1:])), (last - first, *shape[1:])))
+    return slices + _in_row(last, shape, last * row, stop)
 
 
-def _in_row(number: int, shape: Shape, start: int, stop: int) -> list[TensorSlice]:
+def _in_row(index: int, shape: Shape, start: int, stop: int) -> list[TensorSlice]:
     row = math.prod(shape[1:])
-    inside = slices_of_range(shape[1:], start - number * row, stop - number * row)
-    return [TensorSlice((number, *tensor_slice.start), (1, *tensor_slice.size)) for tensor_slice in inside]
+    inside = slices_of_range(shape[1:], start - index * row, stop - index * row)
+    return [TensorSlice((index, *tensor_slice.start), (1, *tensor_slice.size)) for tensor_slice in inside]
 
 
 class Scratch:
@@ -88,7 +88,7 @@ class Scratch:
 
 
 def read_slice[Source](
-    wanted: TensorSlice,
+    requested: TensorSlice,
     parts: Sequence[tuple[TensorSlice, Source]],
     read: Callable[[Source], Tensor],
     dtype: torch.dtype,
@@ -97,7 +97,7 @@ def read_slice[Source](
     """Assemble one slice and return it with the number of its elements that the parts cover.
 
     Args:
-        parts: slices in the same coordinates as `wanted`, and the sources of their data. They must not overlap.
+        parts: slices in the same coordinates as `requested`, and the sources of their data. They must not overlap.
         read: returns a part's tensor; called only for the parts that are needed, in order.
         scratch: buffer for assembled slices.
 
@@ -106,15 +106,15 @@ def read_slice[Source](
     needed = [
         (tensor_slice, common, source)
         for tensor_slice, source in parts
-        if (common := wanted.overlap(tensor_slice)) is not None
+        if (common := requested.overlap(tensor_slice)) is not None
     ]
-    if len(needed) == 1 and needed[0][1] == wanted:
+    if len(needed) == 1 and needed[0][1] == requested:
         tensor_slice, common, source = needed[0]
-        return common.seen_from(tensor_slice.start).cut(read(source)), wanted.numel
+        return common.seen_from(tensor_slice.start).cut(read(source)), requested.numel
     held = sum(common.numel for _, common, _ in needed)
-    whole = scratch.empty(wanted.size, dtype)
-    if held < wanted.numel:
-        whole.zero_()
+    result = scratch.empty(requested.size, dtype)
+    if held < requested.numel:
+        result.zero_()
     for tensor_slice, common, source in needed:
-        common.seen_from(wanted.start).cut(whole).copy_(common.seen_from(tensor_slice.start).cut(read(source)))
-    return whole, held
+        common.seen_from(requested.start).cut(result).copy_(common.seen_from(tensor_slice.start).cut(read(source)))
+    return result, held

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llava_mcore.compat.torch import is_view_of
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.mapping.layouts import Copy, Layout
+from llava_mcore.mapping.layouts import Copy, TensorTransform
 from llava_mcore.mapping.sharding import Shard
 from llava_mcore.mapping.slices import Shape, TensorSlice
 
@@ -30,7 +30,7 @@ class Entry:
     megatron: str
     hf: tuple[str, ...] | str
     shard: Shard
-    layout: Layout = field(default_factory=Copy)
+    layout: TensorTransform = field(default_factory=Copy)
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -130,17 +130,17 @@ def check_coverage(
     entries = table.entries
     by_hf = table.hf_to_entry()
     known = by_hf.keys() | table.unused.keys() | table.copies.keys()
-    found: list[str] = []
-    found += [
+    errors: list[str] = []
+    errors += [
         f"tensor without an entry (unknown to this model): {n} {hf_shapes[n]}" for n in sorted(hf_shapes.keys() - known)
     ]
-    found += [f"tensor is missing: {n}" for n in sorted(by_hf.keys() - hf_shapes.keys())]
-    found += [f"Megatron parameter without an entry: {n}" for n in sorted(megatron_shapes.keys() - entries.keys())]
-    found += [f"entry without a Megatron parameter: {n}" for n in sorted(entries.keys() - megatron_shapes.keys())]
+    errors += [f"tensor is missing: {n}" for n in sorted(by_hf.keys() - hf_shapes.keys())]
+    errors += [f"Megatron parameter without an entry: {n}" for n in sorted(megatron_shapes.keys() - entries.keys())]
+    errors += [f"entry without a Megatron parameter: {n}" for n in sorted(entries.keys() - megatron_shapes.keys())]
     for name in sorted(entries.keys() & megatron_shapes.keys()):
-        found += _shape_problems(entries[name], hf_shapes, megatron_shapes[name])
-    if found:
-        raise ConversionError(problems(f"{source} does not fit the model its config.json describes", found))
+        errors += _shape_problems(entries[name], hf_shapes, megatron_shapes[name])
+    if errors:
+        raise ConversionError(problems(f"{source} does not fit the model its config.json describes", errors))
 
 
 def _shape_problems(entry: Entry, hf_shapes: Mapping[str, Shape], expected: Shape) -> list[str]:

@@ -49,7 +49,7 @@ class Fp8Options:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What a part's backward pass recomputes instead of storing it in the forward pass.
+    """Activations that a part's backward pass recomputes instead of storing them in the forward pass.
 
     `full`: whole layers, all in units of num_layers (`uniform`) or the first num_layers of a stage (`block`).
     `selective`: the named parts of every layer; not for a tower whose MLPs have biases, which megatron-core (0.19.2)

@@ -1,4 +1,4 @@
-"""What a model refuses itself, whatever has built or called it: it would compute other values than Hugging Face's."""
+"""Checks that a model does itself, whoever builds or calls it: its values would differ from Hugging Face's."""
 
 from __future__ import annotations
 

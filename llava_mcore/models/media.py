@@ -38,8 +38,8 @@ class VideoShape(NamedTuple):
     fps: float | None = None
 
 
-class Extent(NamedTuple):
-    """What a picture or sound takes of a pack. `patches` are counted in `MediaPlan.unit`."""
+class MediaBudget(NamedTuple):
+    """How much of a pack one picture or sound uses. `patches` are counted in `MediaPlan.unit`."""
 
     tokens: int
     patches: int
@@ -133,18 +133,18 @@ def position_ids(
     Args:
         starts: the first token of each picture.
     """
-    found = np.tile(np.arange(length), (num_axes, 1))
+    positions = np.tile(np.arange(length), (num_axes, 1))
     for item, start in zip(pictures, starts, strict=True):
         if item.positions is None:
             continue
-        first, end = int(found[0, start]), start + len(item)
-        found[:, start:end] = first + item.positions
-        found[:, end:] += item.next_position - len(item)
-    return found
+        first, end = int(positions[0, start]), start + len(item)
+        positions[:, start:end] = first + item.positions
+        positions[:, end:] += item.next_position - len(item)
+    return positions
 
 
 DEFAULT_FPS = 24.0
-"""What transformers takes for frames of which nobody says how many belong to a second."""
+"""Frame rate that transformers assumes when it is unknown."""
 
 
 class MediaPlan(ABC):
@@ -155,9 +155,9 @@ class MediaPlan(ABC):
     audio_token_id: int | None = None
     """The same for a sound."""
     sampling_rate: int = 0
-    """Of sounds: samples per second."""
+    """Samples per second of sounds."""
     unit: ClassVar[str] = "patches of pictures and frames"
-    """What `patches_per_tile` and data.max_media_tokens count, for messages about a sample."""
+    """The unit of `patches_per_tile` and data.max_media_tokens, for messages about a sample."""
     video_token_id: int | None = None
     """The same for a video; None: videos are not supported."""
     timed: ClassVar[bool] = False
@@ -167,7 +167,7 @@ class MediaPlan(ABC):
     any_size: bool
     """Whether the tokens depend on the sizes of the pictures."""
     num_axes: int = 1
-    """Of a position: 1, or 3 for time, height and width."""
+    """Coordinates of a position: 1, or 3 for time, height and width."""
     patches_per_tile: int
     """Patches that the tower computes on per tile. Without tiles (packed patches, sound): of the smallest item."""
     rows_per_tile: int = 1
@@ -175,7 +175,7 @@ class MediaPlan(ABC):
     tokens_per_tile: int
     """Tokens, in the same sense. If the number varies, rarely fewer. Determines the size of pixel buffers."""
     around_media: AroundMedia = NOTHING_AROUND
-    """What is rewritten in the text; the tokens of a picture are only what replaces its placeholder."""
+    """Changes to the text around pictures; the tokens of a picture are only those that replace its placeholder."""
 
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
@@ -190,23 +190,23 @@ class MediaPlan(ABC):
         return processor(images=list(pictures), return_tensors="pt", **options)["pixel_values"]
 
     def processed_pixels(
-        self, made: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
+        self, processed: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
     ) -> Tensor:
         """Return the tiles [tiles, 3, side, side] or patches [patches, f] in the output of a folder's own processor.
 
         Some processors pad every picture to the same number of tiles, some every row.
 
         Args:
-            made: of the pictures of a batch.
+            processed: of the pictures of a batch.
             rows: the tokens of the pictures of each row; there is at least one.
             row_shape: of a tile or a patch.
         """
-        pixels, numbers = made["pixel_values"], [item.num_rows for row in rows for item in row]
+        pixels, counts = processed["pixel_values"], [item.num_rows for row in rows for item in row]
         if pixels.ndim == 1 + len(row_shape):
             return pixels
-        if len(pixels) != len(numbers):
-            numbers = [sum(item.num_rows for item in row) for row in rows]
-        return torch.cat([tiles[:number] for tiles, number in zip(pixels, numbers, strict=True)])
+        if len(pixels) != len(counts):
+            counts = [sum(item.num_rows for item in row) for row in rows]
+        return torch.cat([tiles[:count] for tiles, count in zip(pixels, counts, strict=True)])
 
     def video_pixels(
         self, processor: BaseVideoProcessor, frames: Tensor, tokens: MediaTokens, **options: Any
@@ -218,8 +218,8 @@ class MediaPlan(ABC):
             tokens: the result of `video_tokens`.
             options: of the call of the processor.
         """
-        made = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
-        return made["pixel_values_videos"][0]
+        processed = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
+        return processed["pixel_values_videos"][0]
 
     @abstractmethod
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
@@ -234,13 +234,13 @@ class MediaPlan(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support sound")
 
     @property
-    def smallest(self) -> Extent:
-        """What every picture takes at least; without pictures, every sound."""
-        return Extent(self.tokens_per_tile, self.patches_per_tile)
+    def smallest(self) -> MediaBudget:
+        """The least that a picture uses; without pictures, a sound."""
+        return MediaBudget(self.tokens_per_tile, self.patches_per_tile)
 
     @property
-    def largest(self) -> Extent | None:
-        """What a picture (or sound) takes at most; None: the range of the image processor's areas decides."""
+    def largest(self) -> MediaBudget | None:
+        """The most that a picture (or sound) uses; None: the range of the image processor's areas decides."""
         return None
 
     @property
@@ -266,7 +266,7 @@ class SameTokens(MediaPlan):
         return [self._picture] * len(sizes)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """Every picture takes the same."""
         return self.smallest
 

@@ -188,16 +188,18 @@ class VisionLanguageModel(MegatronModule):
             zero = torch.zeros_like(embeddings)
             deepstack = torch.stack([insert_features(zero, x, media[FEATURE_POSITIONS]) for x in inner])
         chosen = features[media[FEATURE_ROWS]] if FEATURE_ROWS in media else features
-        found, positions = [chosen], [media[FEATURE_POSITIONS]]
+        features_in_order, positions = [chosen], [media[FEATURE_POSITIONS]]
         if NEWLINE_POSITIONS in media:
             positions.append(media[NEWLINE_POSITIONS])
-            found.append(self.vision_projection.get_parameter("image_newline").expand(len(positions[-1]), -1))
+            features_in_order.append(
+                self.vision_projection.get_parameter("image_newline").expand(len(positions[-1]), -1)
+            )
         if RESIZED_ROWS in media:
             positions.append(media[RESIZED_POSITIONS])
             weights = media[RESIZED_WEIGHTS].unsqueeze(-1)  # products in fp32, as torch's interpolate
-            found.append((features[media[RESIZED_ROWS]] * weights).sum(1).to(features.dtype))
-        if len(found) > 1:  # of one tensor, cat would be a copy
-            chosen, positions = torch.cat(found), [torch.cat(positions)]
+            features_in_order.append((features[media[RESIZED_ROWS]] * weights).sum(1).to(features.dtype))
+        if len(features_in_order) > 1:  # of one tensor, cat would be a copy
+            chosen, positions = torch.cat(features_in_order), [torch.cat(positions)]
         return insert_features(embeddings, chosen, positions[0]), deepstack
 
     def image_features(

@@ -32,7 +32,7 @@ from llava_mcore.models.vision.geometry import patch_side
 from llava_mcore.models.vision.qwen import Grid, QwenTower
 
 IMAGE, VIDEO = 1, 2
-"""Of transformers' mm_token_type_ids, in which text is 0."""
+"""Values of transformers' mm_token_type_ids, in which text is 0."""
 NUM_KNOWN = 512
 """Grids of which tokens are kept: pictures of a dataset often have the same size."""
 
@@ -51,7 +51,7 @@ class PatchPlan(MediaPlan):
         Raises:
             ConversionError: an image or video processor whose patches are not those of the tower.
         """
-        self._given = {"hf": hf, "tower": tower, "model_class": model_class, "processing": processing}
+        self._arguments = {"hf": hf, "tower": tower, "model_class": model_class, "processing": processing}
         self.hf, self.tower, self.model_class, self.fields = hf, tower, model_class, tower.fields
         self.image_token_id: int = hf.image_token_id
         self.video_token_id = hf.video_token_id
@@ -68,7 +68,7 @@ class PatchPlan(MediaPlan):
 
     def __getstate__(self) -> dict[str, Any]:
         """The caches are not copied."""
-        return self._given
+        return self._arguments
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         PatchPlan.__init__(self, **state)
@@ -107,7 +107,7 @@ class PatchPlan(MediaPlan):
         assert self.processing.videos is not None, "load_assets says why there is no video processor"
         frames = torch.empty(video.num_frames, 3, video.height, video.width, dtype=torch.uint8, device="meta")
         try:
-            made = _processed(self.processing.videos, frames, do_rescale=False, do_normalize=False)
+            processed = _processed(self.processing.videos, frames, do_rescale=False, do_normalize=False)
         except ValueError as error:
             least = self.hf.vision_config.temporal_patch_size
             if video.num_frames < least and isinstance(self.processing.videos, Qwen3VLVideoProcessor):
@@ -116,7 +116,7 @@ class PatchPlan(MediaPlan):
                     "with a higher --video-fps, or list the frame twice"
                 ) from error
             raise DataError(f"a video of {video.width} x {video.height} pixels: {error}") from error
-        frames_, rows, columns = made["video_grid_thw"][0].tolist()
+        frames_, rows, columns = processed["video_grid_thw"][0].tolist()
         return frames_, rows, columns
 
     def _picture(self, grid: Grid) -> MediaTokens:
@@ -163,8 +163,8 @@ class PatchPlan(MediaPlan):
         text = torch.tensor([[*ids.tolist(), 0]])
         kinds = torch.zeros_like(text)
         kinds[0, :-1][text[0, :-1] == token] = IMAGE if token == self.image_token_id else VIDEO
-        found, _ = model.get_rope_index(text, kinds, **grids)
-        return found[:, 0, :-1].numpy(), int(found[0, 0, -1])
+        positions, _ = model.get_rope_index(text, kinds, **grids)
+        return positions[:, 0, :-1].numpy(), int(positions[0, 0, -1])
 
 
 class TimedPlan(PatchPlan):
@@ -185,8 +185,8 @@ class TimestampPlan(TimedPlan):
         processor.vision_start_token = str(tokenizer.convert_ids_to_tokens(self.hf.vision_start_token_id))
         processor.vision_end_token = str(tokenizer.convert_ids_to_tokens(self.hf.vision_end_token_id))
         about = VideoMetadata(total_num_frames=num_frames, fps=fps, frames_indices=list(range(num_frames)))
-        made = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [about]}
-        text = processor.replace_video_token(made, 0)
+        video = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [about]}
+        text = processor.replace_video_token(video, 0)
         encoder = tokenizer.backend_tokenizer
         encoder.no_truncation()
         encoder.no_padding()
@@ -201,15 +201,15 @@ def _processed(processor: BaseVideoProcessor, frames: Tensor, **options: Any) ->
 def _check_patches(processor: BaseImageProcessor | BaseVideoProcessor, hf: PretrainedConfig) -> None:
     """Raise ConversionError for a processor whose patches are not those of the tower."""
     vision, values = hf.vision_config, processor.to_dict()
-    wanted = {
+    expected = {
         "patch_size": patch_side(vision),
         "merge_size": vision.spatial_merge_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "do_resize": True,
     }
-    wrong = [f"{key} = {values.get(key)}" for key, value in wanted.items() if values.get(key) != value]
+    wrong = [f"{key} = {values.get(key)}" for key, value in expected.items() if values.get(key) != value]
     if wrong:
         raise ConversionError(
             f"{type(processor).__name__} has {', '.join(wrong)}, but the tower takes "
-            f"{', '.join(f'{key} = {value}' for key, value in wanted.items())}; correct the processor's settings"
+            f"{', '.join(f'{key} = {value}' for key, value in expected.items())}; correct the processor's settings"
         )

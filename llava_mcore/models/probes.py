@@ -35,13 +35,13 @@ class Recorder:
     """Keeps some tokens [tokens, f] of the outputs of modules, float32, in the order of execution."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
 
     def keep(self, name: str, x: Tensor) -> None:
         """Keep evenly spaced tokens of an output [b, s, f]; only sample 0."""
         tokens = x.detach()[0].float()
         chosen = torch.linspace(0, tokens.shape[0] - 1, min(NUM_TOKENS, tokens.shape[0])).long()
-        self.found[name] = tokens[chosen].cpu()
+        self.outputs[name] = tokens[chosen].cpu()
 
     def watch(self, module: nn.Module, take: Callable[[Any], dict[str, Tensor]]) -> None:
         """Keep the result of `take` for a module's output: a tensor [b, s, f] for each name."""
@@ -55,33 +55,35 @@ class Recorder:
     def watch_input(self, module: nn.Module, name: str, transform: Callable[[Tensor], Tensor]) -> None:
         """Keep a module's input."""
 
-        def hook(_module: nn.Module, inputs: tuple[Any, ...], given: dict[str, Any]) -> None:
-            x = inputs[0] if inputs else given["hidden_states"]
+        def hook(_module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = inputs[0] if inputs else kwargs["hidden_states"]
             self.keep(name, transform(x))
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def watch_hf(
-    recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames, kept: Mapping[int, int] | None = None
+    recorder: Recorder, model: nn.Module, names: HfNames, shown_as: HfNames, num_kept: Mapping[int, int] | None = None
 ) -> None:
     """Record every module of a Hugging Face model. `names`: its own prefixes; `shown_as`: the folder's prefixes.
 
-    kept: of how many tokens of the tower and the projection how many come first and are not padding.
+    num_kept: of how many tokens of the tower and the projection how many come first and are not padding.
     """
     pairs = [(names.vision, shown_as.vision), (names.projection, shown_as.projection), (names.text, shown_as.text)]
     pairs = list(dict.fromkeys(pairs))  # of some classes the projection is part of the tower
     for name, module in model.named_modules():
-        for prefix, shown in pairs:
+        for prefix, shown_prefix in pairs:
             if name.startswith(prefix):
-                lengths = {} if kept is None or prefix == names.text else kept
-                recorder.watch(module, partial(_kept_of, shown + name.removeprefix(prefix), type(module), lengths))
+                lengths = {} if num_kept is None or prefix == names.text else num_kept
+                recorder.watch(
+                    module, partial(_kept_of, shown_prefix + name.removeprefix(prefix), type(module), lengths)
+                )
 
 
-def _kept_of(name: str, kind: type[nn.Module], kept: Mapping[int, int], output: Any) -> dict[str, Tensor]:
+def _kept_of(name: str, kind: type[nn.Module], num_kept: Mapping[int, int], output: Any) -> dict[str, Tensor]:
     """Return a Hugging Face module's output as [b, s, f] without padding, if it is one."""
-    found = _tensor_of(name, kind, output)
-    return {key: x[:, : kept.get(x.shape[1], x.shape[1])] for key, x in found.items()}
+    outputs = _tensor_of(name, kind, output)
+    return {key: x[:, : num_kept.get(x.shape[1], x.shape[1])] for key, x in outputs.items()}
 
 
 def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tensor]:

@@ -27,25 +27,25 @@ class TokenRopeSelfAttention(SelfAttention):
     in_float32: ClassVar[bool] = False
     """Whether products are taken in float32 instead of the heads' own precision."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.factor = 1.0
         self._angles: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **given: Any) -> Any:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
         """Rotate queries and keys as soon as they are computed, before they are flattened for packed attention."""
-        self._angles = given.pop("rotary_pos_emb", None)
+        self._angles = kwargs.pop("rotary_pos_emb", None)
         try:
-            return super().forward(hidden_states, attention_mask, **given)
+            return super().forward(hidden_states, attention_mask, **kwargs)
         finally:
             self._angles = None
 
-    def get_query_key_value_tensors(self, *given: Any, **named: Any) -> Any:
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return query, key and value [s, b, n, d], the first two rotated (called by megatron-core's forward)."""
         if self._angles is not None and self._splits_rotated:
-            mixed, (*_, size) = super().get_query_key_value_tensors(*given, **named | {"split_qkv": False})
+            mixed, (*_, size) = super().get_query_key_value_tensors(*args, **kwargs | {"split_qkv": False})
             return split_rotated(mixed, self._angles, size)
-        query, key, *rest = super().get_query_key_value_tensors(*given, **named)
+        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is None:
             return (query, key, *rest)
         return (self._rotate(query, self._angles), self._rotate(key, self._angles), *rest)
@@ -76,13 +76,13 @@ def rotate(x: Tensor, angles: Tensor, *, factor: float = 1.0, in_float32: bool =
         in_float32: whether products are taken in float32 instead of x's precision.
     """
     r = angles.shape[-1]
-    turned, kept = x[..., :r], x[..., r:]
+    turned, unrotated = x[..., :r], x[..., r:]
     dtype = torch.float32 if in_float32 else x.dtype
     turned = turned.to(dtype)
     cos, sin = ((f(angles) * factor).to(dtype) for f in (torch.cos, torch.sin))
     first, second = turned.chunk(2, dim=-1)
     turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+    return torch.cat((turned, unrotated), dim=-1) if unrotated.shape[-1] else turned
 
 
 def rotate_fused(x: Tensor, angles: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _LAYERS = "language_model.decoder.layers."
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _HfTensor:
     """A Hugging Face tensor of a Megatron parameter, with all its names."""
 
     parameter: str
@@ -51,33 +51,33 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
     state = {
         piece: not frozen[piece.parameter.partition(".")[0]] and piece.parameter not in constants for piece in pieces
     }
-    found = []
+    errors = []
     for key, patterns, value in (("freeze", model.freeze, False), ("unfreeze", model.unfreeze, True)):
         for pattern in patterns:
             matching = [piece for piece in pieces if any(fnmatchcase(name, pattern) for name in piece.names)]
             state |= dict.fromkeys(matching, value)
             if not matching:
                 example = ", ".join(pieces[-1].names[:2])
-                found.append(f"model.{key}: {pattern!r} matches no parameter; names look like {example}")
+                errors.append(f"model.{key}: {pattern!r} matches no parameter; names look like {example}")
     trained = {piece.parameter: value for piece, value in state.items()}
     divided = dict.fromkeys(piece.parameter for piece, value in state.items() if trained[piece.parameter] != value)
     for parameter in list(divided)[:1]:
         parts = ", ".join(piece.names[1] for piece in pieces if piece.parameter == parameter)
         more = f" (and {len(divided) - 1} parameters like it)" if len(divided) > 1 else ""
-        found.append(f"{parameter}{more} is one parameter, so choose all of {parts}, or none")
-    if not found and not any(trained.values()):
-        found.append("nothing would be trained: unfreeze something")
-    if found:
-        raise ConfigError(problems("the trained parameters cannot be selected like this", found))
+        errors.append(f"{parameter}{more} is one parameter, so choose all of {parts}, or none")
+    if not errors and not any(trained.values()):
+        errors.append("nothing would be trained: unfreeze something")
+    if errors:
+        raise ConfigError(problems("the trained parameters cannot be selected like this", errors))
     return trained
 
 
-def _pieces(hf: PretrainedConfig) -> list[_Piece]:
+def _pieces(hf: PretrainedConfig) -> list[_HfTensor]:
     rows = hf.text_config.vocab_size  # only names are needed
     styles = (usual_names(hf), *architecture_of(hf).names.styles)  # a pattern may refer to any of them
     tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in styles]
     return [
-        _Piece(name, (name, *(table[name].hf_names[i] for table in tables)))
+        _HfTensor(name, (name, *(table[name].hf_names[i] for table in tables)))
         for name, entry in tables[0].items()
         for i in range(len(entry.hf_names))
     ]
@@ -91,8 +91,8 @@ def whole_names(model: VisionLanguageModel) -> dict[str, Parameter]:
 def whole_name(model: VisionLanguageModel, name: str) -> str:
     """Number layers from the first stage, and undo Transformer Engine's fused norms and the copy of a tied
     embedding."""
-    for ours, fused in FUSED_NORMS.items():
-        name = name.replace(fused, ours)
+    for megatron_name, fused in FUSED_NORMS.items():
+        name = name.replace(fused, megatron_name)
     if name.startswith(_LAYERS):
         local, _, rest = name.removeprefix(_LAYERS).partition(".")
         return f"{_LAYERS}{model.language_model.decoder.layers[int(local)].layer_number - 1}.{rest}"

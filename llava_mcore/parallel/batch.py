@@ -29,7 +29,7 @@ class TensorFields(Protocol):
 
 
 class HostBatch(TensorFields, Protocol):
-    """What a data loader yields: CPU tensors of one micro-batch; `num_tokens` excludes padding."""
+    """One micro-batch as a data loader yields it: CPU tensors; `num_tokens` excludes padding."""
 
     num_tokens: int
 

@@ -125,8 +125,10 @@ def _replica_group(tp_size: int, pp_size: int, timeout: datetime.timedelta) -> C
     generator = parallel_state.RankGenerator(
         tp=tp_size, ep=1, dp=dist.get_world_size() // size, pp=pp_size, cp=1, order="tp-cp-ep-dp-pp"
     )
-    (mine,) = (ranks for ranks in generator.get_ranks("tp-pp") if dist.get_rank() in ranks)
-    group: ControlGroup = dist.new_group(mine, backend="gloo", timeout=timeout, use_local_synchronization=True)
+    (ranks_of_replica,) = (ranks for ranks in generator.get_ranks("tp-pp") if dist.get_rank() in ranks)
+    group: ControlGroup = dist.new_group(
+        ranks_of_replica, backend="gloo", timeout=timeout, use_local_synchronization=True
+    )
     return group
 
 
@@ -173,9 +175,9 @@ def group_of_this_rank() -> dist.ProcessGroup:
     return group
 
 
-def set_virtual_stages(number: int | None) -> None:
+def set_virtual_stages(num_stages: int | None) -> None:
     """Set the number of chunks per stage, which megatron-core's schedules read; None: not interleaved."""
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(number)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(num_stages)
 
 
 def shut_down() -> None:
@@ -227,9 +229,9 @@ def agree(groups: Groups, problem: str | None) -> list[str]:
 
     A rank with a problem logs it when others do not come soon: they may take long, or wait for it elsewhere.
     """
-    found = agree_in_time(groups, problem, None)
-    assert found is not None, "it waits for all"
-    return found
+    messages = agree_in_time(groups, problem, None)
+    assert messages is not None, "it waits for all"
+    return messages
 
 
 def agree_in_time(groups: Groups, problem: str | None, patience: datetime.timedelta | None) -> list[str] | None:

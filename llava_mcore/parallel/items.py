@@ -26,11 +26,11 @@ MediaLengths = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Items:
-    """What belongs to each item of a micro-batch, in the order of the items.
+    """The parts of a micro-batch that belong to each item, in the order of the items.
 
-    `costs`: what ranks get about the same of: patches, or hidden frames of sound. `num_features`: rows of the tower's
-    output. `rows`: rows of the fields that are divided; the others are whole on every rank. `numbering`: those of them
-    whose values count their own rows from 0.
+    `costs`: work of each item, of which ranks get about the same: patches, or hidden frames of sound. `num_features`:
+    rows of the tower's output. `rows`: rows of the fields that are divided; the others are whole on every rank.
+    `numbering`: those of them whose values count their own rows from 0.
     """
 
     costs: Sequence[int]
@@ -73,19 +73,19 @@ def divide(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def gather_items(
-    own: Tensor, num_rows: Sequence[int], parts: Sequence[Sequence[int]], group: dist.ProcessGroup
+    local: Tensor, num_rows: Sequence[int], parts: Sequence[Sequence[int]], group: dist.ProcessGroup
 ) -> Tensor:
     """Return the rows of all items, in their order, from the rows of each rank's items; a collective call.
 
     The gradient of the result must be the same on every rank (not a share of a sum): each takes its own rows of it.
 
     Args:
-        own: [rows, …] of this rank's items.
+        local: [rows, …] of this rank's items.
         num_rows: of every item.
         parts: the items of each rank of the group.
     """
-    found: Tensor = _GatherItems.apply(own, num_rows, parts, group)
-    return found
+    gathered: Tensor = _GatherItems.apply(local, num_rows, parts, group)
+    return gathered
 
 
 class _GatherItems(torch.autograd.Function):
@@ -94,26 +94,26 @@ class _GatherItems(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        own: Tensor,
+        local: Tensor,
         num_rows: Sequence[int],
         parts: Sequence[Sequence[int]],
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.num_rows, ctx.mine = num_rows, parts[group.rank()]
         most = max(sum(num_rows[i] for i in part) for part in parts)
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: len(own)] = own
-        everyone = own.new_empty(len(parts) * most, *own.shape[1:])
+        padded = local.new_zeros(most, *local.shape[1:])
+        padded[: len(local)] = local
+        everyone = local.new_empty(len(parts) * most, *local.shape[1:])
         dist.all_gather_into_tensor(everyone, padded, group=group)
         places: dict[int, int] = {}  # where each item begins in what was gathered
         for rank, part in enumerate(parts):
             starts = accumulate((num_rows[i] for i in part), initial=rank * most)
             places |= dict(zip(part, starts, strict=False))
-        return torch.cat([everyone[places[i] : places[i] + number] for i, number in enumerate(num_rows)])
+        return torch.cat([everyone[places[i] : places[i] + count] for i, count in enumerate(num_rows)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         of_items = gradient.split(list(ctx.num_rows))
-        mine = [of_items[i] for i in ctx.mine]
-        return (torch.cat(mine) if mine else gradient[:0]), None, None, None
+        local = [of_items[i] for i in ctx.mine]
+        return (torch.cat(local) if local else gradient[:0]), None, None, None

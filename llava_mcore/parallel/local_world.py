@@ -37,9 +37,9 @@ def run_world(function: Callable[..., None], num_processes: int, *arguments: Any
     before, handler = multiprocessing.active_children(), signal.signal(signal.SIGTERM, _terminate)
     # Open while they need it, so that no other program can take the port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = (num_processes, store.port, *arguments)
+    process_arguments = (num_processes, store.port, *arguments)
     try:
-        context = _start(function, given, num_processes, on_gpus=on_gpus)
+        context = _start(function, process_arguments, num_processes, on_gpus=on_gpus)
         while not context.join():
             pass
     except (ProcessRaisedException, ProcessExitedException) as error:
@@ -51,16 +51,16 @@ def run_world(function: Callable[..., None], num_processes: int, *arguments: Any
                 process.kill()
 
 
-def _terminate(number: int, _: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)  # cleans up, as Ctrl-C does
+def _terminate(signal_number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + signal_number)  # cleans up, as Ctrl-C does
 
 
-def _start(function: Callable[..., None], given: tuple[Any, ...], size: int, *, on_gpus: bool) -> ProcessContext:
+def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int, *, on_gpus: bool) -> ProcessContext:
     if on_gpus:  # a process that has looked for GPUs must not be forked
         with without_interrupts():
-            return start_processes(function, given, nprocs=size, join=False, start_method="spawn")
+            return start_processes(function, arguments, nprocs=size, join=False, start_method="spawn")
     start_forkserver(PRELOADED, function.__module__)
-    return start_processes(function, given, nprocs=size, join=False, start_method="forkserver")
+    return start_processes(function, arguments, nprocs=size, join=False, start_method="forkserver")
 
 
 def run_here(function: Callable[..., None], *arguments: Any) -> None:

@@ -32,7 +32,7 @@ _NUM_OWN = 7
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _BatchHeader:
     """The header's entry for one micro-batch, from which every rank can split the rest of the message.
 
     `media`: dtype and shape of each field, as it is in memory (see `in_memory`).
@@ -48,7 +48,7 @@ class _Layout:
     media: dict[str, tuple[torch.dtype, list[int]]]
 
     @classmethod
-    def of(cls, batch: TensorFields, fields: Fields) -> _Layout:
+    def of(cls, batch: TensorFields, fields: Fields) -> _BatchHeader:
         b, s = batch.input_ids.shape
         media = {name: in_memory(batch.media[name]) for name in fields}
         return cls(
@@ -62,14 +62,22 @@ class _Layout:
             {name: (x.dtype, list(x.shape)) for name, x in media.items()},
         )
 
-    def numbers(self) -> list[int]:
+    def counts(self) -> list[int]:
         """Return the row of the header."""
         media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
-        own = [self.b, self.s, self.num_axes, self.num_bounds, self.max_seqlen, self.num_trained, self.max_media_seqlen]
-        return [*own, *media]
+        counts = [
+            self.b,
+            self.s,
+            self.num_axes,
+            self.num_bounds,
+            self.max_seqlen,
+            self.num_trained,
+            self.max_media_seqlen,
+        ]
+        return [*counts, *media]
 
     @classmethod
-    def read(cls, row: Sequence[int], fields: Fields) -> _Layout:
+    def read(cls, row: Sequence[int], fields: Fields) -> _BatchHeader:
         """The inverse of `numbers`."""
         b, s, num_axes, num_bounds, max_seqlen, num_trained, max_media_seqlen = row[:_NUM_OWN]
         rest = row[_NUM_OWN:]
@@ -112,9 +120,9 @@ class SharedStep:
         """Return the micro-batches for a part of the model that does not begin with the tower."""
         return iter(self._batches)
 
-    def _with_media(self, number: int) -> MicroBatch:
-        batch = self._batches[number]
-        return batch if self._media is None else replace(batch, media=self._media(number))
+    def _with_media(self, index: int) -> MicroBatch:
+        batch = self._batches[index]
+        return batch if self._media is None else replace(batch, media=self._media(index))
 
 
 def share_step(
@@ -138,9 +146,9 @@ def share_step(
         return _on_this_rank(batches, groups.device)
     header = torch.zeros(num_micro_batches, _NUM_OWN + sum(map(_width, fields.values())), dtype=torch.int64)
     if batches is not None:
-        header = torch.tensor([_Layout.of(x, fields).numbers() for x in batches], dtype=torch.int64)
+        header = torch.tensor([_BatchHeader.of(x, fields).counts() for x in batches], dtype=torch.int64)
     dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
-    layouts = [_Layout.read(row, fields) for row in header.tolist()]
+    layouts = [_BatchHeader.read(row, fields) for row in header.tolist()]
     lengths = _broadcast_lengths(groups, batches, layouts)
     tokens = _broadcast_tokens(groups, batches, layouts)
     media = [_no_media(layout, groups.device) for layout in layouts]
@@ -153,7 +161,7 @@ def share_step(
 
 
 def _broadcast_lengths(
-    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
+    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_BatchHeader]
 ) -> list[MediaLengths]:
     """Send the hosts of the replica the values by which tensor-parallel ranks may divide media."""
     names = [name for name in LENGTHS if name in layouts[0].media]
@@ -169,7 +177,7 @@ def _broadcast_lengths(
 
 
 def _broadcast_tokens(
-    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_Layout]
+    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_BatchHeader]
 ) -> list[list[Tensor]]:
     """Broadcast token planes int64 [2 + axes, b, s], loss masks fp32 [b, s] and bounds int32 of all micro-batches to
     the whole replica."""
@@ -185,14 +193,14 @@ def _broadcast_tokens(
     return _broadcast(groups, groups.model_parallel, tensors, shapes)
 
 
-def _broadcast_media(groups: Groups, media: Mapping[str, Tensor] | None, layout: _Layout) -> dict[str, Tensor]:
+def _broadcast_media(groups: Groups, media: Mapping[str, Tensor] | None, layout: _BatchHeader) -> dict[str, Tensor]:
     """Broadcast the media of a micro-batch within the first stage."""
     tensors = None if media is None else [[in_memory(media[name]) for name in layout.media]]
     (parts,) = _broadcast(groups, groups.tensor_parallel, tensors, [list(layout.media.values())])
     return {name: as_used(x) for name, x in zip(layout.media, parts, strict=True)}
 
 
-def _no_media(layout: _Layout, device: torch.device) -> dict[str, Tensor]:
+def _no_media(layout: _BatchHeader, device: torch.device) -> dict[str, Tensor]:
     return {
         name: as_used(torch.empty([0, *shape[1:]], dtype=dtype, device=device))
         for name, (dtype, shape) in layout.media.items()
@@ -217,13 +225,13 @@ def _broadcast(
         tensors: of each micro-batch, on the loading rank.
         shapes: dtype and shape of each of them.
     """
-    wanted = [x for part in shapes for x in part]
-    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in wanted]
+    flat_shapes = [x for part in shapes for x in part]
+    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in flat_shapes]
     starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
     message = torch.empty(starts[-1], dtype=torch.uint8, device=groups.device)
     parts = [
         message[start : start + size].view(dtype).view(shape)
-        for start, size, (dtype, shape) in zip(starts[:-1], sizes, wanted, strict=True)
+        for start, size, (dtype, shape) in zip(starts[:-1], sizes, flat_shapes, strict=True)
     ]
     if tensors is not None:
         for part, x in zip(parts, (x for each in tensors for x in each), strict=True):
@@ -235,12 +243,14 @@ def _broadcast(
 
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host for whose copy to the device the host need not wait. The loader's are pinned, those
+    """Pin a tensor of the host so that its copy to the device is asynchronous. The loader's are pinned, those
     that are built of them are not."""
     return x.pin_memory() if device.type == "cuda" and not x.is_pinned() else x
 
 
-def _unpack(tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _Layout) -> MicroBatch:
+def _unpack(
+    tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _BatchHeader
+) -> MicroBatch:
     planes, loss_mask, cu_seqlens = tokens
     input_ids, labels = planes[:2]
     return MicroBatch(

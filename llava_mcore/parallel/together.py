@@ -1,4 +1,4 @@
-"""What all ranks do, or one of them for all: when it fails on any, every rank raises the same error."""
+"""Actions of all ranks, or of one for all: if it fails on any, every rank raises the same error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = datetime.timedelta(seconds=20)
 """How long a rank that has failed waits for the others before it ends alone, and the run with it."""
 
 
-def together[T](groups: Groups, action: Callable[[], T]) -> T:
+def raise_together[T](groups: Groups, action: Callable[[], T]) -> T:
     """Do the same on all ranks; a collective call.
 
     Collective calls of the action may leave ranks waiting for one that has failed before them: it tells its problem
@@ -24,26 +24,26 @@ def together[T](groups: Groups, action: Callable[[], T]) -> T:
         LlavaMcoreError: on all ranks, if any rank's action raised one, of its kind; FileError for an OSError.
     """
     result, problem, kind = _attempt(action)
-    found = agree_in_time(groups, problem, PATIENCE)
-    if found is None:
+    messages = agree_in_time(groups, problem, PATIENCE)
+    if messages is None:
         raise kind(f"rank {groups.rank}: {problem}\nThe other ranks were still busy, or waiting for this one.")
-    if not found:
+    if not messages:
         return result[0]
-    texts = list(dict.fromkeys(text.partition(": ")[2] for text in found))
-    raise kind(texts[0] if len(texts) == 1 else problems("the run cannot start", found), on_all_ranks=True)
+    texts = list(dict.fromkeys(text.partition(": ")[2] for text in messages))
+    raise kind(texts[0] if len(texts) == 1 else problems("the run cannot start", messages), on_all_ranks=True)
 
 
-def together_in_world[T](action: Callable[[], T]) -> T:
-    """Like `together`, for callers without groups: in torch.distributed's whole world, whatever it uses.
+def raise_together_in_world[T](action: Callable[[], T]) -> T:
+    """Like `raise_together`, for callers without groups: in torch.distributed's whole world, whatever it uses.
 
     Raises:
         CheckpointError: on all ranks, if any rank's action raised an error of ours or of the operating system. None may
             wait in a collective call that others do not reach.
     """
     result, problem, _ = _attempt(action)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    texts = dict.fromkeys(text for text in found if text is not None)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    texts = dict.fromkeys(text for text in everyone if text is not None)
     if texts:
         raise CheckpointError("\n".join(texts), on_all_ranks=True)
     return result[0]
@@ -61,19 +61,21 @@ def _attempt[T](action: Callable[[], T]) -> tuple[list[T], str | None, type[Llav
 
 def raise_on_all_ranks(groups: Groups, problem: str | None) -> None:
     """Raise FileError on all ranks if any has met a problem with its files; a collective call."""
-    found = agree(groups, problem)
-    if found:
-        raise FileError(found[0] if len(found) == 1 else problems("files cannot be written", found), on_all_ranks=True)
+    messages = agree(groups, problem)
+    if messages:
+        raise FileError(
+            messages[0] if len(messages) == 1 else problems("files cannot be written", messages), on_all_ranks=True
+        )
 
 
 def on_first_rank(groups: Groups, action: Callable[[], None]) -> None:
-    """Do something on rank 0 only; a collective call, which raises on all ranks as `together` does."""
-    together(groups, lambda: action() if groups.rank == 0 else None)
+    """Do something on rank 0 only; a collective call, which raises on all ranks as `raise_together` does."""
+    raise_together(groups, lambda: action() if groups.rank == 0 else None)
 
 
 def decided_by_first_rank[T](groups: Groups, action: Callable[[], T]) -> T:
     """Do something on rank 0 and give every rank its result: storage may look different elsewhere for a while."""
-    box = [together(groups, lambda: action() if groups.rank == 0 else None)]
+    box = [raise_together(groups, lambda: action() if groups.rank == 0 else None)]
     dist.broadcast_object_list(box, src=0, group=groups.control)
     assert box[0] is not None
     return box[0]

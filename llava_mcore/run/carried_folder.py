@@ -77,11 +77,11 @@ def write_stop_token(folder: Path, eos_token_id: int) -> None:
 
 def _replace_files(names: Sequence[str], source: Path, target: Path) -> None:
     """Replace files that belong together, if `source` has any of them."""
-    own = [name for name in names if (source / name).is_file()]
-    if own:
+    file_names = [name for name in names if (source / name).is_file()]
+    if file_names:
         for name in names:
             (target / name).unlink(missing_ok=True)
-        for name in own:
+        for name in file_names:
             shutil.copyfile(source / name, target / name)
 
 

@@ -71,9 +71,9 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     nodes = find_nodes(typed.launch, os.environ)
     launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
     run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
-    found = [*preflight(run, world_size, gpu_count, keys), *_without_submit(keys)]
-    if found:
-        raise ConfigError(problems("The run cannot start", found))
+    errors = [*preflight(run, world_size, gpu_count, keys), *_without_submit(keys)]
+    if errors:
+        raise ConfigError(problems("The run cannot start", errors))
     config_file = run.run_dir / "run.yaml"
     command = torchrun_argv(run.launch.num_gpus, WORKER, ["--config", str(config_file)], nodes)
     return Launch(run, nodes, config_file, command, gpu_count)
@@ -108,7 +108,7 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         job = read_job(os.environ)
         if job is not None and launch.nodes.rank == 0:
             print(describe(job), flush=True)
-        return run_child(launch.command, environment, ours="torchrun, which starts and stops all ranks,")
+        return run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
 
 
 def _without_submit(keys: Collection[str]) -> list[str]:
@@ -147,11 +147,11 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
     run, world_size = resolve(typed, gpus if on_gpus else 0)
     num_gpus, notes = gpus if on_gpus else 0, list[str]()
     if run.launch.sif_path is not None:
-        found, notes = preflight_of_job(run, world_size, num_gpus, keys)
+        errors, notes = preflight_of_job(run, world_size, num_gpus, keys)
     else:
-        found = preflight(run, world_size, num_gpus, keys)
-    if found:
-        raise ConfigError(problems("The run cannot start", found))
+        errors = preflight(run, world_size, num_gpus, keys)
+    if errors:
+        raise ConfigError(problems("The run cannot start", errors))
     if run.checkpoint.unsaved is not None:
         notes.append(run.checkpoint.unsaved)
     text = sbatch.batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)

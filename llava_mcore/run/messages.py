@@ -66,11 +66,11 @@ def _flush() -> None:
 def _nobody_reads() -> bool:
     """Return whether standard output is a pipe that its reader has closed."""
     try:
-        number = sys.stdout.fileno()
+        descriptor = sys.stdout.fileno()
     except (OSError, ValueError):  # a test's
         return False
     poll = select.poll()
-    poll.register(number, 0)
+    poll.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

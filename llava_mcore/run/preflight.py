@@ -63,38 +63,38 @@ def preflight(
         in_image: the run takes place in an image, which has libraries of its own.
     """
     # These import transformers and energon, for which --help and errors in flags should not wait.
-    from llava_mcore.adapters.adaptation import adaptation_of
+    from llava_mcore.adapters.adaptation import adapter_setup_of
     from llava_mcore.checkpoint.choose_start import resumes, start_point
     from llava_mcore.data.loading.budgets import check_budgets
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
     from llava_mcore.run.assets import run_assets
 
-    found: list[str] = check_devices(run.launch.num_gpus, gpu_count)
+    errors: list[str] = check_devices(run.launch.num_gpus, gpu_count)
     if not in_image:
-        found += _missing_libraries(run)
-    found += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
+        errors += _missing_libraries(run)
+    errors += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
     dims: ModelDims | None = None
     source = ""
-    with collecting(found):
+    with collecting(errors):
         start = start_point(run)
         source = str(start.hf_dir)
         if resumes(run, start) and not [*check_schedule(run.training, run.optimizer)]:
-            found += _too_far(run, start)
+            errors += _too_far(run, start)
         hf = load_hf_config(start.hf_dir)
         dims = model_dims(hf)
         if start.checkpoint is not None:
-            adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
-    with collecting(found):
+            adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    with collecting(errors):
         check_dataset(run.data.path)
         if run.validation.eval_interval is not None or run.validation.eval_generate is not None:
             check_dataset(run.data.path, VALIDATION)
-    with collecting(found):
+    with collecting(errors):
         check_choice(run.data.chat_template)
-    if dims is not None and not found:
-        with collecting(found), _without_messages():
+    if dims is not None and not errors:
+        with collecting(errors), _without_messages():
             check_budgets(run.data, run_assets(run, start.hf_dir))
-    return found + check_run(run, dims, world_size, gpu_count > 0, source, typed)
+    return errors + check_run(run, dims, world_size, gpu_count > 0, source, typed)
 
 
 def preflight_of_job(
@@ -105,12 +105,12 @@ def preflight_of_job(
     The image, the model and the data have the same paths on the nodes. Without our libraries on this machine, only that
     they exist is checked.
     """
-    found: list[str] = []
+    errors: list[str] = []
     assert run.launch.sif_path is not None
-    with collecting(found):
+    with collecting(errors):
         require_image(run.launch.sif_path)
     try:
-        return [*found, *preflight(run, world_size, gpu_count, typed, in_image=True)], []
+        return [*errors, *preflight(run, world_size, gpu_count, typed, in_image=True)], []
     except ModuleNotFoundError as error:
         package = error.name
     folders = {
@@ -118,35 +118,37 @@ def preflight_of_job(
         "--data-path": run.data.path,
         "adapter.load": run.adapter.load,
     }
-    found += [
+    errors += [
         f"{flag} {path}: not on this machine; the job would look for it there"
         for flag, path in folders.items()
         if isinstance(path, Path) and not path.exists()
     ]
-    found += check_run(run, None, world_size, gpu_count > 0, typed=typed)
+    errors += check_run(run, None, world_size, gpu_count > 0, typed=typed)
     unchecked = "whether the checkpoint and the data can be read, and whether the layout divides the model"
-    return found, [f"not checked, because this machine has no {package}: {unchecked}. The job checks that at its start"]
+    return errors, [
+        f"not checked, because this machine has no {package}: {unchecked}. The job checks that at its start"
+    ]
 
 
 def _missing_libraries(run: RunConfig) -> list[str]:
-    found: list[str] = []
+    errors: list[str] = []
     if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
-        found.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
+        errors.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
     if run.validation.eval_generate is not None:
-        with collecting(found):
+        with collecting(errors):
             require_libraries()
-    return found
+    return errors
 
 
 @contextlib.contextmanager
-def collecting(found: list[str]) -> Iterator[None]:
+def collecting(errors: list[str]) -> Iterator[None]:
     """Add errors in the block to a list of problems."""
     try:
         yield
     except LlavaMcoreError as error:
-        found.append(str(error))
+        errors.append(str(error))
     except OSError as error:
-        found.append(os_error_text(error))
+        errors.append(os_error_text(error))
 
 
 @contextlib.contextmanager
@@ -163,10 +165,10 @@ def _without_messages() -> Iterator[None]:
 
 def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
     """Return what is wrong with resuming a finished run: nothing would be trained or saved."""
-    number = run.training.num_iterations
-    if start.iteration < number:
+    num_iterations = run.training.num_iterations
+    if start.iteration < num_iterations:
         return []
-    reached = f"{start.checkpoint} has reached iteration {start.iteration} of {number}"
+    reached = f"{start.checkpoint} has reached iteration {start.iteration} of {num_iterations}"
     more = "raise --train-iters or --train-samples, which count the whole run, to continue"
     if start.kind == "load":
         more += "; or omit --load-optim the first time, to start a new run with its weights"

@@ -33,8 +33,8 @@ class RunLock:
         shared = [run.run_dir]
         if run.checkpoint.non_persistent_dir is not None:
             shared.append(run.non_persistent_dir)
-        mine = [self._of(folder / FILE) for folder in shared]
-        self._looked_at, self._held = ([], mine) if nodes.rank == 0 else (mine, [])
+        own_files = [self._of(folder / FILE) for folder in shared]
+        self._looked_at, self._held = ([], own_files) if nodes.rank == 0 else (own_files, [])
         if run.checkpoint.non_persistent_local_dir is not None:
             folder = run.checkpoint.non_persistent_local_dir / run.name
             self._held.append(self._of(folder / f"{FILE}-node{nodes.rank}"))
@@ -42,7 +42,7 @@ class RunLock:
     def _of(self, path: Path) -> FolderLock:
         return FolderLock(
             path,
-            what=str(path.parent),
+            activity=str(path.parent),
             advice=ADVICE,
             group=self._group,
             say=lambda line: print(line, flush=True),

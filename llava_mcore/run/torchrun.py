@@ -29,11 +29,10 @@ _SECONDS_TO_END = 3
 """Seconds until a rank is killed after another one has failed; its own limit is slightly shorter."""
 _OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
 """The same after these exit codes: when a run stops early, ranks may still be closing their logs; when one hangs, they
-have
-already timed out."""
+have already timed out."""
 
 
-class Failure(Protocol):
+class ProcessFailure(Protocol):
     """torchrun's record of a failed process. `exitcode`: -n if signal n ended it."""
 
     @property
@@ -47,29 +46,29 @@ class Run:
         """Start handling signals in a separate thread: torchrun may be importing or waiting."""
         self.module = ""
         self.ended_by: signal.Signals | None = None
-        self.first: dict[int, Failure] = {}
+        self.first: dict[int, ProcessFailure] = {}
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # in all later threads; workers unblock them
         threading.Thread(target=self._attend, name="signals", daemon=True).start()
 
     def workers(self) -> list[psutil.Process]:
         """Return the ranks on this machine that are still running."""
-        found = []
+        workers = []
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if self.module in child.cmdline():
-                    found.append(child)
-        return found
+                    workers.append(child)
+        return workers
 
     def _attend(self) -> None:
         while True:
-            number = signal.Signals(signal.sigwait(FORWARDED))
-            if number in ENDING:
-                self._end(number)
+            signal_number = signal.Signals(signal.sigwait(FORWARDED))
+            if signal_number in ENDING:
+                self._end(signal_number)
             elif not self._send(STOP):
                 os._exit(STOPPED_EARLY)  # nothing has started
 
-    def _end(self, number: signal.Signals) -> None:
-        self.ended_by = number
+    def _end(self, signal_number: signal.Signals) -> None:
+        self.ended_by = signal_number
         if self._send(signal.SIGINT):
             time.sleep(_SECONDS_TO_END)  # torchrun notices sooner, and `main` ends
         os._exit(self.end())  # the remaining workers are killed with us
@@ -81,15 +80,15 @@ class Run:
         print(f"ended by {self.ended_by.name}: {words}", file=sys.stderr, flush=True)
         return 128 + self.ended_by
 
-    def _send(self, number: signal.Signals) -> bool:
+    def _send(self, signal_number: signal.Signals) -> bool:
         """Send a signal to all workers, if there are any."""
-        found = self.workers() if self.module else []
-        for worker in found:
+        workers = self.workers() if self.module else []
+        for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(number)
-        return bool(found)
+                worker.send_signal(signal_number)
+        return bool(workers)
 
-    def seconds_to_end(self, failures: Mapping[int, Failure]) -> int:
+    def seconds_to_end(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Record which ranks failed first, and return the seconds that the others have."""
         if not self.first:
             self.first.update(failures)
@@ -97,7 +96,7 @@ class Run:
         return max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1)
 
 
-def cause(failures: Mapping[int, Failure]) -> tuple[int, int]:
+def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
     """Return rank and exit code of the failure that caused the others.
 
     Ranks that lose their connection to a killed rank fail too, with code 1, perhaps before torchrun notices.
@@ -120,7 +119,7 @@ def main() -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args(sys.argv[1:])
-    args.signals_to_handle = ",".join(number.name for number in ENDING)  # never arrive: they are blocked
+    args.signals_to_handle = ",".join(ending.name for ending in ENDING)  # never arrive: they are blocked
     args.training_script_args += ["--parent", str(os.getpid())]
     limit_closing(api, attended.seconds_to_end)
     attended.module = args.training_script

@@ -29,18 +29,18 @@ from llava_mcore.generation.questions import Questions
 from llava_mcore.launch.process import StopSignals
 from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, together
+from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.run.assets import run_assets
 from llava_mcore.run.carried_folder import write_carried_folder, write_stop_token
 from llava_mcore.training.answers.answerer import AnswerData
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.loop import train
 from llava_mcore.training.run_ids import adopt_ids
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer, build_trainer
 from llava_mcore.training.stop import StopRules
 
@@ -60,9 +60,9 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
         with noticing_killed_loaders(run.data.path):
             finished = _run(run, stop, watchdog)
     except (LlavaMcoreError, OSError, KeyboardInterrupt):
-        attempt("removing the file for stacks", watchdog.close)
+        warn_on_failure("removing the file for stacks", watchdog.close)
         raise
-    attempt("removing the file for stacks", watchdog.close)
+    warn_on_failure("removing the file for stacks", watchdog.close)
     return finished
 
 
@@ -80,13 +80,13 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
     start = find_start(run, groups, watchdog.begin)
     on_first_rank(groups, lambda: _warn_of_unread_start(run, start))
     trainer = build_trainer(run, groups, start, begin)
-    resuming = together(groups, lambda: resumes(run, start))
+    resuming = raise_together(groups, lambda: resumes(run, start))
     if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
         logger.info("%s provides only weights: this run starts at iteration 0", start.checkpoint)
     begin("loading the tokenizer")
-    assets = together(groups, lambda: _open_assets(run, groups, start, resuming))
+    assets = raise_together(groups, lambda: _open_assets(run, groups, start, resuming))
     begin("loading the state")
-    progress, loader_states = Progress(), None
+    progress, loader_states = TrainingProgress(), None
     if resuming:
         checkpoint = start.checkpoint
         assert checkpoint is not None
@@ -94,19 +94,19 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
     begin("opening the data")
-    loader = together(groups, lambda: _open_loader(run, groups, assets, loader_states))
-    validation = together(groups, lambda: _open_validation(run, assets))
-    answers = together(groups, lambda: _open_answers(run, assets))
-    shown = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
-    hf_source = together(groups, lambda: _carried_files(run, groups, start, assets))
-    finished = train(trainer, shown, progress, hf_source, stop, watchdog, times, validation, answers)
+    loader = raise_together(groups, lambda: _open_loader(run, groups, assets, loader_states))
+    validation = raise_together(groups, lambda: _open_validation(run, assets))
+    answers = raise_together(groups, lambda: _open_answers(run, assets))
+    shown_loader = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
+    hf_source = raise_together(groups, lambda: _carried_files(run, groups, start, assets))
+    finished = train(trainer, shown_loader, progress, hf_source, stop, watchdog, times, validation, answers)
     if not finished:
         logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
     if run.checkpoint.unsaved is not None:
         logger.warning("the run has ended: %s", run.checkpoint.unsaved)
     wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
     if loader is not None:
-        attempt("ending the loader processes", loader.close)
+        warn_on_failure("ending the loader processes", loader.close)
     for graphs in trainer.graphs:
         graphs.close()
     shut_down()
@@ -141,11 +141,11 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
         begin(f"verifying {checkpoint}")
         verify = not run.checkpoint.skip_verification
         if start.kind == "resume" and is_local(checkpoint):
-            whole = run.parallel.vision_data_parallel
-            problem = unusable_here(checkpoint, groups, verify=verify, vision_data_parallel=whole)
-            found = agree(groups, problem)
-            if found:
-                unusable[checkpoint] = "; ".join(found)
+            replicates_tower = run.parallel.vision_data_parallel
+            problem = unusable_here(checkpoint, groups, verify=verify, vision_data_parallel=replicates_tower)
+            messages = agree(groups, problem)
+            if messages:
+                unusable[checkpoint] = "; ".join(messages)
                 continue
         problem = damage_found_together(groups, checkpoint) if verify else None
         if problem is None:

@@ -57,9 +57,7 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
         run = load_run_config(config, [], {})
         logs = {"wandb": run.logging.wandb, "tensorboard": run.logging.tensorboard}
         find_distributions_lazily()
-        skip_unused_imports(
-            *(name for name, wanted in logs.items() if not wanted)
-        )  # megatron-core's timers import them
+        skip_unused_imports(*(name for name, is_on in logs.items() if not is_on))  # megatron-core's timers import them
         # Heavy imports come after the first lines on the console.
         with imports_without_collections():
             from llava_mcore.run.training_run import run_worker

@@ -21,16 +21,16 @@ def check_examples(folder: Path) -> None:
     file = folder / QUESTIONS
     if not file.is_file():
         raise DataError(f'{file} does not exist; it has a line per example: {{"picture": "NAME.jpg", "question": "…"}}')
-    found = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    errors = []
+    for line_number, line in enumerate(read_text(file).splitlines(), 1):
         try:
-            problem = _problem(folder, parse_object(line, f"line {number}", DataError)) if line.strip() else None
+            problem = _problem(folder, parse_object(line, f"line {line_number}", DataError)) if line.strip() else None
         except LlavaMcoreError as error:
-            found.append(str(error))
+            errors.append(str(error))
         else:
-            found += [f"line {number}: {problem}"] if problem is not None else []
-    if found:
-        raise DataError(problems(f"{file} cannot be used", found[:MOST_PROBLEMS]))
+            errors += [f"line {line_number}: {problem}"] if problem is not None else []
+    if errors:
+        raise DataError(problems(f"{file} cannot be used", errors[:MOST_PROBLEMS]))
 
 
 def _problem(folder: Path, example: dict[str, object]) -> str | None:

@@ -26,14 +26,14 @@ QUESTIONS = "questions.jsonl"
 MOST_EXAMPLES = 8
 SECONDS_TO_CONNECT, SECONDS_TO_ANSWER = 5, 600
 MOST_BYTES = 20 << 20
-"""Of a picture: as base64 it has a third more, and a request may have 32 MiB (`serve --max-request-bytes`)."""
+"""Largest picture: as base64 it has a third more, and a request may have 32 MiB (`serve --max-request-bytes`)."""
 NOTICE = "⚠️ The server"
 """Begins what the page says when an answer failed."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
 
 
-class Failure(Exception):
+class AnswerFailure(Exception):
     """An answer that failed; the page shows NOTICE and this text."""
 
 
@@ -59,8 +59,8 @@ def main() -> int:
     return 0
 
 
-def build_page(server: str, shown: list[dict[str, Any]]) -> gr.Blocks:
-    """Return the page. `shown`: example questions with their pictures, as Gradio takes them."""
+def build_page(server: str, examples: list[dict[str, Any]]) -> gr.Blocks:
+    """Return the page. `examples`: example questions with their pictures, as Gradio takes them."""
     import gradio as gr
 
     def answer(message: dict[str, Any], history: list[dict[str, Any]]) -> Iterator[str]:
@@ -69,7 +69,7 @@ def build_page(server: str, shown: list[dict[str, Any]]) -> gr.Blocks:
             for piece in ask(server, [*map(_message, answered(history)), _asked(message)]):
                 text += piece
                 yield text
-        except Failure as failure:
+        except AnswerFailure as failure:
             yield f"{text}\n\n{NOTICE} {failure}".strip()
 
     return gr.ChatInterface(
@@ -79,7 +79,7 @@ def build_page(server: str, shown: list[dict[str, Any]]) -> gr.Blocks:
         title="llava_mcore",
         description="Upload a picture and ask about it.",
         textbox=gr.MultimodalTextbox(file_types=["image"], file_count="multiple", placeholder="Your question"),
-        examples=shown or None,
+        examples=examples or None,
         run_examples_on_click=False,
         cache_examples=False,
         analytics_enabled=False,
@@ -106,14 +106,14 @@ def answered(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The server would read the page's own notice as the model's answer, and refuse a refused question again.
     """
-    kept: list[dict[str, Any]] = []
+    usable: list[dict[str, Any]] = []
     asked: list[dict[str, Any]] = []
     for entry in history:
         asked.append(entry)
         if entry["role"] == "assistant":
-            kept += [] if any(NOTICE in part["text"] for part in _parts(entry) if part["type"] == "text") else asked
+            usable += [] if any(NOTICE in part["text"] for part in _parts(entry) if part["type"] == "text") else asked
             asked = []
-    return kept
+    return usable
 
 
 def _parts(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -123,11 +123,11 @@ def _parts(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _message(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of Gradio's history as the server takes it."""
-    found = [
+    parts = [
         _picture(Path(part["file"]["path"])) if part["type"] == "file" else {"type": "text", "text": part["text"]}
         for part in _parts(entry)
     ]
-    return {"role": entry["role"], "content": found}
+    return {"role": entry["role"], "content": parts}
 
 
 def _picture(file: Path) -> dict[str, Any]:
@@ -148,20 +148,20 @@ def ask(server: str, messages: list[dict[str, Any]]) -> Iterator[str]:
         with httpx.stream("POST", f"{server}/chat/completions", json=body, timeout=timeout) as answer:
             if answer.status_code != httpx.codes.OK:
                 answer.read()
-                raise Failure(_reason(answer))
+                raise AnswerFailure(_reason(answer))
             for line in answer.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield _piece(line.removeprefix("data: "))
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
-        raise Failure(
+        raise AnswerFailure(
             f"at {server} does not answer ({reason}). Start it: python -m llava_mcore serve --hf-dir …"
         ) from error
 
 
 def _piece(event: str) -> str:
     if event.startswith('{"error"'):  # transformers does not escape what it puts in there
-        raise Failure(f"failed: {event}")
+        raise AnswerFailure(f"failed: {event}")
     delta = json.loads(event)["choices"][0]["delta"]
     return delta.get("content") or ""
 

@@ -52,7 +52,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests are checked against.
+    """The model that requests are checked against.
 
     `name`: of the model. `most_tokens`: of a prompt and its answer together, the model's number of positions.
     `special_in`: returns the special tokens in a text; transformers would read them as control tokens and placeholders
@@ -73,24 +73,24 @@ def check_chat(body: Any, model: ServedModel) -> dict[str, Any]:
     """
     if not isinstance(body, dict):
         raise RequestError(f"the request must be a JSON object, found {_kind(body)}")
-    given = {name: value for name, value in body.items() if value is not None}
-    if given.get("model") not in (None, model.name):
-        raise RequestError(f'the model {given["model"]!r} is not served here; this server has "{model.name}"', 404)
-    found = [f'"{name}" is not allowed' for name in REFUSED if name in given]
-    found += _unsupported(given)
-    found += _numbers(given, model)
-    found += _stops(given.get("stop"))
-    found += _messages(given.get("messages"), model)
-    if found:
-        raise RequestError("; ".join(found))
-    return _as_taken(given, model)
+    options = {name: value for name, value in body.items() if value is not None}
+    if options.get("model") not in (None, model.name):
+        raise RequestError(f'the model {options["model"]!r} is not served here; this server has "{model.name}"', 404)
+    errors = [f'"{name}" is not allowed' for name in REFUSED if name in options]
+    errors += _unsupported(options)
+    errors += _numbers(options, model)
+    errors += _stops(options.get("stop"))
+    errors += _messages(options.get("messages"), model)
+    if errors:
+        raise RequestError("; ".join(errors))
+    return _as_taken(options, model)
 
 
-def _as_taken(given: dict[str, Any], model: ServedModel) -> dict[str, Any]:
+def _as_taken(options: dict[str, Any], model: ServedModel) -> dict[str, Any]:
     """Return a valid request in one of the forms that OpenAI's interface allows, with the fields that count."""
-    taken = {name: value for name, value in given.items() if name not in UNSUPPORTED}
+    taken = {name: value for name, value in options.items() if name not in UNSUPPORTED}
     taken["messages"] = [
-        {"role": message["role"], "content": _as_decoded(message["content"], model)} for message in given["messages"]
+        {"role": message["role"], "content": _as_decoded(message["content"], model)} for message in options["messages"]
     ]
     if "max_completion_tokens" in taken:  # OpenAI's newer name; transformers 5.17 ignores it
         taken["max_tokens"] = taken.pop("max_completion_tokens")
@@ -126,15 +126,15 @@ def _bytes_of(value: str | dict[str, Any]) -> bytes:
     return base64.b64decode(url.partition(",")[2], validate=True)
 
 
-def _unsupported(given: dict[str, Any]) -> list[str]:
+def _unsupported(options: dict[str, Any]) -> list[str]:
     return [
-        f'"{name}" is not supported by this server: remove it, found {given[name]!r:.60}'
+        f'"{name}" is not supported by this server: remove it, found {options[name]!r:.60}'
         for name, without_effect in UNSUPPORTED.items()
-        if name in given and given[name] not in without_effect
+        if name in options and options[name] not in without_effect
     ]
 
 
-def _numbers(given: dict[str, Any], model: ServedModel) -> list[str]:
+def _numbers(options: dict[str, Any], model: ServedModel) -> list[str]:
     ranges: dict[str, tuple[type | tuple[type, ...], float, float]] = {
         "max_tokens": (int, 1, model.most_tokens),
         "max_completion_tokens": (int, 1, model.most_tokens),
@@ -144,13 +144,13 @@ def _numbers(given: dict[str, Any], model: ServedModel) -> list[str]:
     }
     return [
         f'"{name}" must be {"an integer" if kinds is int else "a number"} from {least} to {most}, '
-        f"found {given[name]!r:.60}"
+        f"found {options[name]!r:.60}"
         for name, (kinds, least, most) in ranges.items()
-        if name in given
+        if name in options
         and (
-            not isinstance(given[name], kinds)
-            or isinstance(given[name], bool)
-            or not least <= given[name] <= most  # NaN neither
+            not isinstance(options[name], kinds)
+            or isinstance(options[name], bool)
+            or not least <= options[name] <= most  # NaN neither
         )
     ]
 
@@ -172,23 +172,23 @@ def _stops(stop: Any) -> list[str]:
 def _messages(messages: Any, model: ServedModel) -> list[str]:
     if not isinstance(messages, list) or not messages or not all(isinstance(x, dict) for x in messages):
         return ['"messages" must be a non-empty list of objects']
-    found = []
-    for number, message in enumerate(messages):
+    errors = []
+    for index, message in enumerate(messages):
         if message.get("role") not in ROLES:
-            found.append(f"message {number}: the role is {message.get('role')!r}; allowed: {', '.join(ROLES)}")
+            errors.append(f"message {index}: the role is {message.get('role')!r}; allowed: {', '.join(ROLES)}")
         if message.get("tool_calls"):
-            found.append(f'message {number}: "tool_calls" are not supported: this server calls no tools; remove them')
+            errors.append(f'message {index}: "tool_calls" are not supported: this server calls no tools; remove them')
         content = message.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            found.append(f'message {number}: "content" must be a text or a list of parts, found {_kind(content)}')
+            errors.append(f'message {index}: "content" must be a text or a list of parts, found {_kind(content)}')
             continue
-        found += [f"message {number}: {problem}" for part in parts for problem in _part(part, model)]
+        errors += [f"message {index}: {problem}" for part in parts for problem in _part(part, model)]
         if message.get("role") != "user" and any(part.get("type") == "image_url" for part in parts):
-            found.append(f"message {number}: only the user's messages can have pictures")
-        if number == len(messages) - 1 and not found:
-            found += _question(message["role"], parts)
-    return found
+            errors.append(f"message {index}: only the user's messages can have pictures")
+        if index == len(messages) - 1 and not errors:
+            errors += _question(message["role"], parts)
+    return errors
 
 
 def _question(role: str, parts: list[dict[str, Any]]) -> list[str]:

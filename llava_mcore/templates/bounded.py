@@ -1,8 +1,7 @@
 """Tries an untrusted chat template in a process with little memory and time.
 
 transformers renders templates in Jinja's sandbox, which denies access to files and modules and limits range(). It
-limits
-neither nested loops nor `'a' * 10 ** 10`, so a template could use all memory or never end.
+limits neither nested loops nor `'a' * 10 ** 10`, so a template could use all memory or never end.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from llava_mcore.errors import ConfigError
 MOST_MEMORY = 1 << 30
 """Bytes, in addition to those that the process already has."""
 MOST_SECONDS = 5
-"""Of CPU time."""
+"""Seconds of CPU time."""
 MOST_CHARS = 1_000_000
-"""Of the text that the template renders from a few words."""
+"""Characters of the text that the template renders from a few words."""
 TOO_MUCH_MEMORY, TOO_MANY_CHARS = 3, 4
 RENDER_ERRORS = (
     *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
@@ -41,10 +40,10 @@ def check_bounds(template: str, origin: str) -> None:
 
     origin: the template's source, for messages.
     """
-    found = _look(template)
-    if found is not None:
+    excess = _look(template)
+    if excess is not None:
         raise ConfigError(
-            f"chat template ({origin}): rendering a question and its answer takes {found}; this is too much, "
+            f"chat template ({origin}): rendering a question and its answer takes {excess}; this is too much, "
             "choose another with --chat-template"
         )
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "".join(SOUND_TOKENS)}
-"""Of the types of parts besides text."""
+"""Placeholder of each type of part besides text."""
 _NAMES = {"image": "a picture", "video": "a video", "audio": "a sound"}
 _TEXT = "What does 7f3a show?"
 _ANSWER = "A 9c1e."
@@ -56,13 +56,13 @@ def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: s
     text = _conversation(kind, as_parts=False)
     try:
         expected = _render(tokenizer, template, text)
-        made = [_render(tokenizer, wrapped, c) for c in (text, _conversation(kind, as_parts=True))]
+        rendered = [_render(tokenizer, wrapped, c) for c in (text, _conversation(kind, as_parts=True))]
     except RENDER_ERRORS as error:
         raise ConversionError(
             f"chat template ({origin}): cannot render a question about {_NAMES[kind]} and its answer: {error}\n"
             "Give another one with --chat-template NAME|FILE."
         ) from error
-    if made != [expected, expected] or not _is_said(expected) or expected.count(PLACEHOLDERS[kind]) != 1:
+    if rendered != [expected, expected] or not _is_said(expected) or expected.count(PLACEHOLDERS[kind]) != 1:
         raise ConversionError(
             f"chat template ({origin}): the question, its {_NAMES[kind][2:]} or the answer is missing from what it "
             f"renders: {expected!r}\nGive another one with --chat-template NAME|FILE."

@@ -1,8 +1,7 @@
 """A fixed date for chat templates; otherwise tokens would change from day to day.
 
 transformers gives templates a function `strftime_now`, which callers cannot replace since 5.22.2. A macro in the
-template
-overrides it in every version.
+template overrides it in every version.
 """
 
 from __future__ import annotations

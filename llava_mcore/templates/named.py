@@ -1,8 +1,7 @@
 """From `--chat-template NAME|FILE` and `--lang` to the text of a template.
 
 A named template is the preamble that turns pictures and typed parts into plain text, followed by the family's format.
-The
-result is self-contained and can be exported as chat_template.jinja.
+The result is self-contained and can be exported as chat_template.jinja.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class LoadedBatch(HostBatch, Protocol):
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """Contents of one step's micro-batches."""
 
     num_tokens: int = 0
@@ -39,7 +39,7 @@ class Counts:
     num_tiles: int = 0
     """Pictures of the vision tower's size, of towers that take those."""
     num_patches: int = 0
-    """Of pictures of any size, of towers that take those."""
+    """Patches of pictures of any size, of towers that take those."""
     num_patch_pairs: int = 0
     """Pairs of patches in attention to whole pictures."""
     num_window_pairs: int = 0
@@ -49,15 +49,15 @@ class Counts:
 
     @property
     def media(self) -> MediaWork:
-        """What the vision tower computes on."""
+        """The work of the vision tower."""
         pairs = (self.num_patch_pairs, self.num_window_pairs)
         return MediaWork(self.num_tiles, self.num_patches, *pairs, self.num_patch_sequences)
 
 
-def count(batches: Sequence[LoadedBatch]) -> Counts:
+def count(batches: Sequence[LoadedBatch]) -> StepCounts:
     """Count what this rank has loaded for one step."""
     works = [media_work(batch.media) for batch in batches]
-    return Counts(
+    return StepCounts(
         num_tokens=sum(batch.num_tokens for batch in batches),
         num_positions=sum(batch.input_ids.numel() for batch in batches),
         num_conversations=sum(len(batch.sample_keys) for batch in batches),
@@ -72,7 +72,9 @@ def count(batches: Sequence[LoadedBatch]) -> Counts:
     )
 
 
-def count_all(groups: Groups, batches: Sequence[LoadedBatch], flags: Sequence[bool]) -> tuple[Counts, tuple[bool, ...]]:
+def count_all(
+    groups: Groups, batches: Sequence[LoadedBatch], flags: Sequence[bool]
+) -> tuple[StepCounts, tuple[bool, ...]]:
     """Count what all ranks have loaded for one step, and find which flags are set on any; one collective call."""
     totals = sum_over_ranks(groups, [*flags, *asdict(count(batches)).values()])
-    return Counts(*totals[len(flags) :]), tuple(number > 0 for number in totals[: len(flags)])
+    return StepCounts(*totals[len(flags) :]), tuple(count > 0 for count in totals[: len(flags)])

@@ -10,7 +10,7 @@ from llava_mcore.errors import LlavaMcoreError, os_error_text
 logger = logging.getLogger(__name__)
 
 
-def attempt(what: str, action: Callable[[], object]) -> None:
+def warn_on_failure(step: str, action: Callable[[], object]) -> None:
     """Do something that a run can do without; a failure is logged as a warning on one line.
 
     Later steps still run, and the error that ended the run, if any, stays the one that is reported. Caught are failures
@@ -19,10 +19,10 @@ def attempt(what: str, action: Callable[[], object]) -> None:
     try:
         action()
     except OSError as error:
-        _warn(what, os_error_text(error))
+        _warn(step, os_error_text(error))
     except (LlavaMcoreError, RuntimeError, ValueError) as error:  # torch raises RuntimeError for a full disk
-        _warn(what, str(error) or type(error).__name__)
+        _warn(step, str(error) or type(error).__name__)
 
 
-def _warn(what: str, problem: str) -> None:
-    logger.warning("%s: %s", what, " ".join(problem.split()))
+def _warn(step: str, problem: str) -> None:
+    logger.warning("%s: %s", step, " ".join(problem.split()))

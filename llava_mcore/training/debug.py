@@ -27,12 +27,12 @@ class ShowFirst:
     def __init__(self, loader: Any, in_words: Callable[[Tensor, Tensor], str]) -> None:
         self.loader = loader
         self.in_words = in_words
-        self.shown = False
+        self.is_shown = False
 
     def __next__(self) -> Any:
         batch = next(self.loader)
-        if not self.shown:
-            self.shown = True
+        if not self.is_shown:
+            self.is_shown = True
             logger.info("%s", describe(batch, self.in_words))
         return batch
 
@@ -40,9 +40,9 @@ class ShowFirst:
         """Return the position in the data."""
         return self.loader.state()
 
-    def read_again(self, state: Any, number: int) -> Any:
+    def read_again(self, state: Any, count: int) -> Any:
         """Return the micro-batches that followed an earlier state."""
-        return self.loader.read_again(state, number)
+        return self.loader.read_again(state, count)
 
     def close(self) -> None:
         """Stop the loader's processes."""
@@ -74,9 +74,9 @@ def describe(batch: TensorFields, in_words: Callable[[Tensor, Tensor], str]) -> 
 
 def show_shapes_once(trainer: Trainer) -> None:
     """Print the input and output shapes of every part of the model in each rank's first forward pass."""
-    for number, model in enumerate(trainer.models):
+    for index, model in enumerate(trainer.models):
         for name, part in model.named_children():
-            label = name if len(trainer.models) == 1 else f"{name} (chunk {number})"
+            label = name if len(trainer.models) == 1 else f"{name} (chunk {index})"
             hooks: list[Any] = []
             hook = functools.partial(_print_shapes, trainer.groups, label, hooks)
             hooks.append(part.register_forward_hook(hook, with_kwargs=True))
@@ -86,8 +86,8 @@ def _print_shapes(
     groups: Groups, name: str, hooks: list[Any], _part: torch.nn.Module, args: Any, kwargs: Any, output: Any
 ) -> None:
     hooks.pop().remove()
-    given = [*args, *(value for value in kwargs.values() if isinstance(value, Tensor))]
-    entered = ", ".join(_shape(value) for value in given if isinstance(value, Tensor)) or "the previous stage's output"
+    inputs = [*args, *(value for value in kwargs.values() if isinstance(value, Tensor))]
+    entered = ", ".join(_shape(value) for value in inputs if isinstance(value, Tensor)) or "the previous stage's output"
     where = f"stage {groups.pp_rank}, tensor rank {groups.tp_rank}"
     # All ranks of the first replica print, because each has its own shapes.
     if groups.dp_rank == 0:

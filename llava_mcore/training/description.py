@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself beside its tensors: the run, Hugging Face's files, its adapters."""
+"""Writes a checkpoint's metadata: run.yaml, Hugging Face's files, the record of its adapters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from llava_mcore.training.setup import Trainer
 
 
 def write_description(trainer: Trainer, checkpoint: Path, hf_source: Path) -> dict[str, str]:
-    """Write it and return the checksums of the Hugging Face files, by path relative to the checkpoint.
+    """Write the metadata and return the checksums of the Hugging Face files, by path relative to the checkpoint.
 
     Args:
         hf_source: folder of these files.
     """
-    hf, adaptation = layout.hf_folder(checkpoint), trainer.adaptation
-    shutil.copytree(hf_source, hf, ignore=_without_weights if adaptation is None else _without_tensors)
+    hf, adapter_setup = layout.hf_folder(checkpoint), trainer.adapter_setup
+    shutil.copytree(hf_source, hf, ignore=_without_weights if adapter_setup is None else _without_tensors)
     save_run_config(trainer.run, checkpoint / RUN_FILE)
-    if adaptation is not None:
-        write_record(checkpoint, adaptation.base, adaptation.plans, adaptation.layers)
+    if adapter_setup is not None:
+        write_record(checkpoint, adapter_setup.base, adapter_setup.plans, adapter_setup.layers)
     return {f"{hf.name}/{name}": text for name, text in of_folder(hf, {})["files"].items()}
 
 

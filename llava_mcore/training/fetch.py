@@ -10,31 +10,31 @@ from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.parallel.groups import Groups, agree
 from llava_mcore.parallel.share import SharedStep, share_step
-from llava_mcore.training.batch_counts import Counts, LoadedBatch, count_all
+from llava_mcore.training.batch_counts import LoadedBatch, StepCounts, count_all
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 
 
-class Loader(Protocol):
+class MicroBatchLoader(Protocol):
     """The source of a rank's micro-batches."""
 
     def __next__(self) -> LoadedBatch: ...
 
     def state(self) -> Any: ...
 
-    def read_again(self, state: Any, number: int) -> Sequence[LoadedBatch]:
+    def read_again(self, state: Any, count: int) -> Sequence[LoadedBatch]:
         """Return the micro-batches that followed an earlier state."""
         ...
 
 
 @dataclass(frozen=True)
 class ReadStep:
-    """What a rank has read for one step. The micro-batches themselves would take host memory until the step's loss is
+    """Keys of the samples that a rank has read for one step. Micro-batches would take host memory until the loss is
     known; they are read again when that is not finite.
 
     sample_keys: of each micro-batch. before: the loader's state before them.
     """
 
-    loader: Loader
+    loader: MicroBatchLoader
     sample_keys: list[list[str]]
     before: Any
 
@@ -43,10 +43,10 @@ class ReadStep:
         return self.loader.read_again(self.before, len(self.sample_keys))
 
 
-class Remembering:
+class RecordingLoader:
     """A loader that remembers the position before a step, and the samples of the step."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: MicroBatchLoader) -> None:
         self._loader = loader
         self._keys: list[list[str]] = []
         self.before: Any = None
@@ -65,8 +65,8 @@ class Remembering:
         self._keys.append(list(batch.sample_keys))
         return batch
 
-    def read_again(self, state: Any, number: int) -> Sequence[LoadedBatch]:
-        return self._loader.read_again(state, number)
+    def read_again(self, state: Any, count: int) -> Sequence[LoadedBatch]:
+        return self._loader.read_again(state, count)
 
     def state(self) -> Any:
         return self._loader.state()
@@ -76,19 +76,19 @@ class Fetched(NamedTuple):
     """The micro-batches of one step, the counts of the global batch, and which flags are set on any rank."""
 
     batches: SharedStep
-    counts: Counts
+    counts: StepCounts
     flags: tuple[bool, ...]
 
 
 def fetch_step(
     groups: Groups,
-    loader: Loader | None,
+    loader: MicroBatchLoader | None,
     num_micro_batches: int,
     budget: SkipBudget,
     fields: Fields,
     flags: Sequence[bool] = (),
 ) -> Fetched:
-    """Read one step's micro-batches; a collective call, the only one of all hosts in a step after which nothing is due.
+    """Read one step's micro-batches; collective. In a step without validation or save, the only host-side one.
 
     Args:
         flags: what else the ranks have to agree on; as many on every rank.
@@ -104,7 +104,7 @@ def fetch_step(
             budget.report(batches)
         except LlavaMcoreError as error:
             problem = str(error)
-    counts, (failed, *found) = count_all(groups, batches or [], (problem is not None, *flags))
+    counts, (failed, *set_flags) = count_all(groups, batches or [], (problem is not None, *flags))
     if failed:
         raise DataError(problems("training data cannot be used", agree(groups, problem)), on_all_ranks=True)
-    return Fetched(share_step(groups, batches, num_micro_batches, fields), counts, tuple(found))
+    return Fetched(share_step(groups, batches, num_micro_batches, fields), counts, tuple(set_flags))

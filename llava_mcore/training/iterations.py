@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llava_mcore.config.sections.faults import parse_ranges
-from llava_mcore.parallel.on_device import Moment
+from llava_mcore.parallel.on_device import DeviceEvent
 from llava_mcore.parallel.share import SharedStep
-from llava_mcore.training.batch_counts import Counts
+from llava_mcore.training.batch_counts import StepCounts
 from llava_mcore.training.faults.not_finite import NotFinite
 from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import Fetched, Loader, ReadStep, Remembering, fetch_step
+from llava_mcore.training.fetch import Fetched, MicroBatchLoader, ReadStep, RecordingLoader, fetch_step
 from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.optimization.optimizer import learning_rates
-from llava_mcore.training.saving.state import Progress
+from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import LaunchedStep, train_step
 
@@ -33,13 +33,13 @@ class _Launched:
     began: before its batch was read. waited: seconds for which the device had no work because of the batch.
     """
 
-    progress: Progress
+    progress: TrainingProgress
     step: LaunchedStep | None
     read: ReadStep | None
-    counts: Counts
+    counts: StepCounts
     rates: Mapping[str, float]
-    began: Moment
-    end: Moment
+    began: DeviceEvent
+    end: DeviceEvent
     waited: float
 
 
@@ -50,20 +50,22 @@ class Iterations:
     beginning of an iteration. With `--on-nan skip` it is read before the update, which depends on it.
     """
 
-    def __init__(self, trainer: Trainer, loader: Loader | None, progress: Progress, reporter: Reporter) -> None:
+    def __init__(
+        self, trainer: Trainer, loader: MicroBatchLoader | None, progress: TrainingProgress, reporter: Reporter
+    ) -> None:
         run, groups = trainer.run, trainer.groups
         self.trainer, self.progress, self.reporter = trainer, progress, reporter
         self.batch_sizes = run.training.batch_sizes
-        self.loader = None if loader is None else Remembering(loader)
+        self.loader = None if loader is None else RecordingLoader(loader)
         self.budget = SkipBudget(run.data.max_skip_rate)
         self.skipped = parse_ranges(run.faults.skip_train_iteration_range)
         self.not_finite = NotFinite(run, groups)
-        self.began = Moment(groups.device)
+        self.began = DeviceEvent(groups.device)
         self.waited = 0.0
         self.size = 0
         self.only_if_finite = run.faults.on_nan == "skip"
         self._launched: _Launched | None = None
-        self._last_end: Moment | None = None
+        self._last_end: DeviceEvent | None = None
         """The end of the iteration that was reported last; None after a pause."""
 
     def loader_state(self, *, before_batch: bool = False) -> object:
@@ -75,7 +77,7 @@ class Iterations:
     def fetch(self, flags: Sequence[bool]) -> Fetched:
         """Read the next batch, and exchange flags with the other ranks; a collective call."""
         groups = self.trainer.groups
-        self.began, start = Moment(groups.device), time.perf_counter()
+        self.began, start = DeviceEvent(groups.device), time.perf_counter()
         self.size = self.batch_sizes.at(self.progress.consumed_samples)
         num_micro_batches = self.size // (self.trainer.run.training.micro_batch_size * groups.dp_size)
         if self.loader is not None:
@@ -94,7 +96,7 @@ class Iterations:
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
         rates = learning_rates(self.trainer.run, self.trainer.scheduler)
         step: LaunchedStep | None = None
-        if any(progress.iteration + 1 in numbers for numbers in self.skipped):
+        if any(progress.iteration + 1 in skipped_range for skipped_range in self.skipped):
             progress.skipped_iterations += 1
         else:
             step = self._step(progress.iteration + 1, batches)
@@ -109,13 +111,13 @@ class Iterations:
             counts=counts,
             rates=rates,
             began=self.began,
-            end=Moment(groups.device) if step is None else step.end,
+            end=DeviceEvent(groups.device) if step is None else step.end,
             waited=self.waited,
         )
         if self.only_if_finite:
             self._report_launched()
 
-    def settle(self) -> None:
+    def report_pending(self) -> None:
         """Wait for the iteration that was launched last, check and report it; a collective call. What follows until the
         next iteration is not counted as a part of it.
 
@@ -129,14 +131,14 @@ class Iterations:
         launched, self._launched = self._launched, None
         if launched is None:
             return
-        number = launched.progress.iteration
+        iteration = launched.progress.iteration
         result = None if launched.step is None else launched.step.result()
         if result is None:
             warning: str | None = (
-                f"iteration {number}: its data was read but not trained on (--skip-train-iteration-range)"
+                f"iteration {iteration}: its data was read but not trained on (--skip-train-iteration-range)"
             )
         else:
-            warning = self.not_finite.check(number, result, launched.read)
+            warning = self.not_finite.check(iteration, result, launched.read)
         if warning is not None and self.trainer.groups.rank == 0:
             logger.warning(warning)
         seconds = launched.end.seconds_since(self._last_end or launched.began)
@@ -145,8 +147,8 @@ class Iterations:
             launched.progress, launched.counts, result, rates=launched.rates, waited=launched.waited, seconds=seconds
         )
 
-    def _step(self, number: int, batches: SharedStep) -> LaunchedStep:
+    def _step(self, iteration: int, batches: SharedStep) -> LaunchedStep:
         trainer = self.trainer
         parts = trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler
-        with explain_out_of_memory(trainer.run, trainer.groups, number):
+        with explain_out_of_memory(trainer.run, trainer.groups, iteration):
             return train_step(*parts, batches, self.size, trainer.graphs, only_if_finite=self.only_if_finite)

@@ -24,10 +24,10 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
         ConfigError: Transformer Engine is requested, perhaps by --fp8, but is not installed or does not support this
             family, or Triton has no compiler.
     """
-    wanted = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
+    setting = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
     if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
         if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
-            raise ConfigError(f"{wanted}: {hf.text_config.model_type} models have local layers only: omit that")
+            raise ConfigError(f"{setting}: {hf.text_config.model_type} models have local layers only: omit that")
         return "local"
     usable = groups.device.type == "cuda" and HAVE_TE
     chosen = run.model.transformer_impl or ("transformer_engine" if usable or run.training.fp8 else "local")
@@ -36,7 +36,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
             "--cuda-graphs needs Transformer Engine's layers: install transformer-engine, or omit the flag"
         )
     if chosen == "transformer_engine" and not usable:
-        raise ConfigError(f"{wanted} needs GPUs and the package transformer-engine: install it, or omit that")
+        raise ConfigError(f"{setting} needs GPUs and the package transformer-engine: install it, or omit that")
     if chosen == "transformer_engine" and not _can_build_kernels():
         raise ConfigError(
             "Triton cannot build kernels for GPUs: it needs gcc or clang (or the compiler in CC) and Python.h: install "

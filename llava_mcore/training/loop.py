@@ -9,18 +9,18 @@ from pathlib import Path
 from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.groups import wait_for_all
-from llava_mcore.parallel.together import raise_on_all_ranks, together
+from llava_mcore.parallel.together import raise_on_all_ranks, raise_together
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.fetch import Loader
+from llava_mcore.training.fetch import MicroBatchLoader
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.profiling import IterationProfiler
 from llava_mcore.training.saving.host_memory import steps_before_allocation
 from llava_mcore.training.saving.save import Saver
-from llava_mcore.training.saving.state import Progress
+from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.stop import StopRules, any_rank
 from llava_mcore.training.validation import Validator
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 def train(
     trainer: Trainer,
-    loader: Loader | None,
-    progress: Progress,
+    loader: MicroBatchLoader | None,
+    progress: TrainingProgress,
     hf: Path,
     stop: StopRules,
     watchdog: Watchdog,
@@ -74,8 +74,8 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        loader: Loader | None,
-        progress: Progress,
+        loader: MicroBatchLoader | None,
+        progress: TrainingProgress,
         hf: Path,
         watchdog: Watchdog,
         times: StartTimes,
@@ -84,11 +84,11 @@ class _Loop:
     ) -> None:
         self.run, self.groups = trainer.run, trainer.groups
         self.progress, self.watchdog = progress, watchdog
-        self.reporter = together(self.groups, lambda: Reporter(trainer, progress, times))
+        self.reporter = raise_together(self.groups, lambda: Reporter(trainer, progress, times))
         self.iteration = Iterations(trainer, loader, progress, self.reporter)
         self.saver = Saver(trainer, hf)
         self.validator = Validator(trainer, validation, watchdog)
-        self.answerer = together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
+        self.answerer = raise_together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
         self.profiler = IterationProfiler(self.run, self.groups)
         self.first = progress.iteration + 1
         self.allocates_after = steps_before_allocation(self.run)
@@ -102,93 +102,93 @@ class _Loop:
 
     def iterate(self, stop: StopRules) -> bool:
         """Train on one global batch, then validate and save if due; a collective call. Returns whether to stop."""
-        number = self.progress.iteration + 1
-        self.watchdog.begin(f"iteration {number}")
-        with self.profiler.iteration(number):
+        iteration = self.progress.iteration + 1
+        self.watchdog.begin(f"iteration {iteration}")
+        with self.profiler.iteration(iteration):
             fetched = self.iteration.fetch(self._flags(stop))
             asked, writing, failed = fetched.flags
             if failed:
                 self.raise_log_problem()
-            if asked and number > self.first:  # every start of a run trains at least once
-                self.iteration.settle()
-                self._save_last(number - 1)
+            if asked and iteration > self.first:  # every start of a run trains at least once
+                self.iteration.report_pending()
+                self._save_last(iteration - 1)
                 return True
             self.iteration.launch(fetched)
             del fetched  # its pictures would stay in host memory through a validation
-        if number == self.first:
-            self.iteration.settle()
+        if iteration == self.first:
+            self.iteration.report_pending()
             keep_from_garbage_collection()
-        if number - self.first + 1 == self.allocates_after and self._saves_in_background_after(number):
-            self.iteration.settle()
+        if iteration - self.first + 1 == self.allocates_after and self._saves_in_background_after(iteration):
+            self.iteration.report_pending()
             self.saver.prepare(self.progress)
-        if not self._is_anything_due(number):
-            self._finish_save(number, writing=writing)
+        if not self._is_anything_due(iteration):
+            self._finish_save(iteration, writing=writing)
             return False
-        self.iteration.settle()
-        return self._do_what_is_due(number, stop)
+        self.iteration.report_pending()
+        return self._do_what_is_due(iteration, stop)
 
     def _flags(self, stop: StopRules) -> tuple[bool, bool, bool]:
         """Return whether this rank would stop, still writes in the background, and could not write its metrics."""
         return stop.due(), self.saver.busy, self.reporter.problem is not None
 
-    def _is_anything_due(self, number: int) -> bool:
+    def _is_anything_due(self, iteration: int) -> bool:
         return (
             self.is_complete
-            or self.validator.due(number)
-            or self.answerer.due(number)
-            or self._saves(number)
-            or is_due(number, self.run.checkpoint.non_persistent_save_interval)
+            or self.validator.due(iteration)
+            or self.answerer.due(iteration)
+            or self._saves(iteration)
+            or is_due(iteration, self.run.checkpoint.non_persistent_save_interval)
         )
 
-    def _saves(self, number: int) -> bool:
+    def _saves(self, iteration: int) -> bool:
         checkpoint = self.run.checkpoint
-        return checkpoint.saves and is_due(number, checkpoint.save_interval)
+        return checkpoint.saves and is_due(iteration, checkpoint.save_interval)
 
-    def _saves_in_background_after(self, number: int) -> bool:
+    def _saves_in_background_after(self, iteration: int) -> bool:
         """Return whether a save in the background is due after an iteration: the last one is waited for."""
         checkpoint, last = self.run.checkpoint, self.run.training.num_iterations
         temporary = checkpoint.non_persistent_save_interval
         intervals = [checkpoint.save_interval, None if checkpoint.non_persistent_local_dir else temporary]
-        due = [(number // interval + 1) * interval for interval in intervals if interval is not None]
+        due = [(iteration // interval + 1) * interval for interval in intervals if interval is not None]
         return checkpoint.async_save and min(due, default=last) < last
 
-    def _do_what_is_due(self, number: int, stop: StopRules) -> bool:
+    def _do_what_is_due(self, iteration: int, stop: StopRules) -> bool:
         """Validate, answer questions and save after an iteration; returns whether to stop. What takes minutes is not
         begun if a rank has been asked to stop."""
         asked, writing, failed = any_rank(self.groups, *self._flags(stop))
         if failed:
             self.raise_log_problem()
-        if self.validator.due(number) and (self.is_complete or not asked):
-            self.reporter.validation(self.validator.run(number))  # before the save, which a resumed run starts from
-        if self.answerer.due(number) and (self.is_complete or not asked):
-            self.reporter.answers(self.answerer.run(number))
-        self._save(number, is_last=self.is_complete or asked, writing=writing)
+        if self.validator.due(iteration) and (self.is_complete or not asked):
+            self.reporter.validation(self.validator.run(iteration))  # before the save, which a resumed run starts from
+        if self.answerer.due(iteration) and (self.is_complete or not asked):
+            self.reporter.answers(self.answerer.run(iteration))
+        self._save(iteration, is_last=self.is_complete or asked, writing=writing)
         return asked
 
-    def _save(self, number: int, *, is_last: bool, writing: bool) -> None:
+    def _save(self, iteration: int, *, is_last: bool, writing: bool) -> None:
         """Save if the iteration is due, or else finish the save in the background once no rank is `writing`."""
         config = self.run.checkpoint
-        persistent = self._saves(number) or (config.saves and is_last)
-        if persistent or is_due(number, config.non_persistent_save_interval):
-            self.watchdog.begin(f"saving iteration {number}")
+        persistent = self._saves(iteration) or (config.saves and is_last)
+        if persistent or is_due(iteration, config.non_persistent_save_interval):
+            self.watchdog.begin(f"saving iteration {iteration}")
             background = config.async_save and not is_last
             self.saver.save(self.progress, self.iteration.loader_state(), background=background, persistent=persistent)
-            self.saved = number if persistent else self.saved
+            self.saved = iteration if persistent else self.saved
         else:
-            self._finish_save(number, writing=writing)
+            self._finish_save(iteration, writing=writing)
 
-    def _finish_save(self, number: int, *, writing: bool) -> None:
+    def _finish_save(self, iteration: int, *, writing: bool) -> None:
         if self.saver.pending and not writing:
-            self.saver.finish(number)
+            self.saver.finish(iteration)
 
-    def _save_last(self, number: int) -> None:
+    def _save_last(self, iteration: int) -> None:
         """Save the last iteration of a run that stops, unless it has been saved. The next batch has been read already,
         but it is not trained on."""
-        self.watchdog.begin(f"saving iteration {number}")
-        if self.run.checkpoint.saves and self.saved != number:
+        self.watchdog.begin(f"saving iteration {iteration}")
+        if self.run.checkpoint.saves and self.saved != iteration:
             self.saver.save(self.progress, self.iteration.loader_state(before_batch=True))
         else:
-            self.saver.finish(number)
+            self.saver.finish(iteration)
 
     def raise_log_problem(self) -> None:
         """Raise on all ranks if the metrics could not be written; a collective call."""
@@ -198,8 +198,8 @@ class _Loop:
         """After an error on all ranks: report the previous iteration, finish the save that is being written and close
         the logs; a collective call."""
         self.watchdog.begin("finishing a save")
-        attempt("the previous iteration", self.iteration.settle)
-        attempt("the previous save", lambda: self.saver.finish(self.progress.iteration))
+        warn_on_failure("the previous iteration", self.iteration.report_pending)
+        warn_on_failure("the previous save", lambda: self.saver.finish(self.progress.iteration))
         self.watchdog.begin("closing the logs")
         self.reporter.close()
         wait_for_all(self.groups)  # torchrun ends all ranks soon after the first, even the one that reports the error

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.logs import parse_numbers, parse_span
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +35,17 @@ class IterationProfiler:
         self._iterations: list[int] = []
 
     @contextlib.contextmanager
-    def iteration(self, number: int) -> Iterator[None]:
+    def iteration(self, iteration: int) -> Iterator[None]:
         """Profile one iteration if it is in the span; the trace is written after the last one."""
-        if number not in self.span:
+        if iteration not in self.span:
             yield
             return
         if self._profile is None:
             self._begin()
-        self._iterations.append(number)
-        with record_function(f"iteration {number}"):
+        self._iterations.append(iteration)
+        with record_function(f"iteration {iteration}"):
             yield
-        if number == self.span[-1]:
+        if iteration == self.span[-1]:
             self.close()
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class IterationProfiler:
         done, self._profile = self._profile, None
         if done is not None:
             done.stop()
-            attempt("the profile was not written", lambda: self._write(done))
+            warn_on_failure("the profile was not written", lambda: self._write(done))
 
     def _write(self, done: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

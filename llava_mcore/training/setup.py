@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.attention import Attention
 from transformers import PretrainedConfig
 
-from llava_mcore.adapters.adaptation import Adaptation, adaptation_of
+from llava_mcore.adapters.adaptation import AdapterSetup, adapter_setup_of
 from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.peft_weights import load_peft_folder
@@ -36,7 +36,7 @@ from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, t
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
 from llava_mcore.parallel.random import seed_replicas
-from llava_mcore.parallel.together import together
+from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.model_graphs import model_graphs
 from llava_mcore.training.layer_choice import transformer_impl
@@ -62,7 +62,7 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     trained_parts: frozenset[str]
     loaded_from: Path | None = None
-    adaptation: Adaptation | None = None
+    adapter_setup: AdapterSetup | None = None
     graphs: Sequence[LayerGraphs] = ()
 
     @property
@@ -104,32 +104,36 @@ def build_trainer(
         begin: called with the name of each phase.
     """
     begin("building the model")
-    hf, adaptation = together(groups, lambda: _read_model(run, start))
-    trained = trained_parameters(hf, run.model) if adaptation is None else adaptation.trained
-    models = together(groups, lambda: build_models(run, groups, hf, trained, initialize=start.checkpoint is None))
+    hf, adapter_setup = raise_together(groups, lambda: _read_model(run, start))
+    trained = trained_parameters(hf, run.model) if adapter_setup is None else adapter_setup.trained
+    models = raise_together(groups, lambda: build_models(run, groups, hf, trained, initialize=start.checkpoint is None))
     begin("loading the weights")
-    if adaptation is not None:
+    if adapter_setup is not None:
         quantize, seed = run.adapter.quantize, run.training.seed
-        load_adapted(models, adaptation, groups, quantize=quantize, multiplies_in_fp8=run.training.fp8, seed=seed)
+        load_adapted(models, adapter_setup, groups, quantize=quantize, multiplies_in_fp8=run.training.fp8, seed=seed)
     elif start.checkpoint is not None:
         load_checkpoint(models, start.checkpoint, groups)
     begin("building the optimizer")
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
-    chunks = together(groups, lambda: [data_parallel(run, groups, x, buckets=i == 0) for i, x in enumerate(models)])
-    optimizer, scheduler = together(groups, lambda: _build_optimizer(run, models, chunks))
+    chunks = raise_together(
+        groups, lambda: [data_parallel(run, groups, x, buckets=i == 0) for i, x in enumerate(models)]
+    )
+    optimizer, scheduler = raise_together(groups, lambda: _build_optimizer(run, models, chunks))
     seed_replicas(run.training.seed)
     _log_parts(models, groups)
     trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
-    if adaptation is not None:
-        trained_parts = adaptation.trained_parts
+    if adapter_setup is not None:
+        trained_parts = adapter_setup.trained_parts
     graphs = model_graphs(models[0], chunks[0], run) if run.model.cuda_graphs else []
-    return Trainer(run, groups, hf, chunks, optimizer, scheduler, trained_parts, start.checkpoint, adaptation, graphs)
+    return Trainer(
+        run, groups, hf, chunks, optimizer, scheduler, trained_parts, start.checkpoint, adapter_setup, graphs
+    )
 
 
-def _read_model(run: RunConfig, start: StartPoint) -> tuple[PretrainedConfig, Adaptation | None]:
+def _read_model(run: RunConfig, start: StartPoint) -> tuple[PretrainedConfig, AdapterSetup | None]:
     """Read what describes the model, and its adapters."""
     hf = load_hf_config(start.hf_dir)
-    return hf, adaptation_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    return hf, adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
 
 
 def _build_optimizer(
@@ -157,12 +161,12 @@ def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, gro
         else:
             load_weights(models, checkpoint, groups.data_parallel)
 
-    together(groups, load)
+    raise_together(groups, load)
 
 
 def load_adapted(
     models: Sequence[VisionLanguageModel],
-    adaptation: Adaptation,
+    adapter_setup: AdapterSetup,
     groups: Groups,
     *,
     quantize: str,
@@ -170,25 +174,30 @@ def load_adapted(
     seed: int,
 ) -> None:
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
-    load_checkpoint(models, adaptation.base.folder, groups)
+    load_checkpoint(models, adapter_setup.base.folder, groups)
     if quantize != "none" and multiplies_in_fp8:
-        together(groups, lambda: multiply_in_fp8(models, adaptation.layers))
+        raise_together(groups, lambda: multiply_in_fp8(models, adapter_setup.layers))
     elif quantize != "none":
-        together(groups, lambda: quantize_model(models, adaptation.layers, quantize, groups))
+        raise_together(groups, lambda: quantize_model(models, adapter_setup.layers, quantize, groups))
 
     def attach() -> None:
         for model in models:
             attach_adapters(
-                model, adaptation.plans, adaptation.layers, tp_size=groups.tp_size, tp_rank=groups.tp_rank, seed=seed
+                model,
+                adapter_setup.plans,
+                adapter_setup.layers,
+                tp_size=groups.tp_size,
+                tp_rank=groups.tp_rank,
+                seed=seed,
             )
-        for plan in adaptation.plans:
-            if plan.name in adaptation.folders:
-                load_peft_folder(models, adaptation.folders[plan.name], plan, adaptation.layers, groups)
+        for plan in adapter_setup.plans:
+            if plan.name in adapter_setup.folders:
+                load_peft_folder(models, adapter_setup.folders[plan.name], plan, adapter_setup.layers, groups)
 
-    together(groups, attach)
-    checkpoint = adaptation.checkpoint
+    raise_together(groups, attach)
+    checkpoint = adapter_setup.checkpoint
     if checkpoint is not None:
-        together(groups, lambda: load_adapters(models, checkpoint, adaptation.own, groups.rank))
+        raise_together(groups, lambda: load_adapters(models, checkpoint, adapter_setup.own_names, groups.rank))
 
 
 def build_models(
@@ -200,17 +209,17 @@ def build_models(
         trained: for every parameter of the whole model, whether it is trained.
     """
     options = model_options(run, groups, hf, initialize=initialize)
-    number = options.stages.virtual
-    set_virtual_stages(number)
+    num_virtual = options.stages.virtual
+    set_virtual_stages(num_virtual)
     models = [
         VisionLanguageModel(
             hf,
             options,
             pre_process=groups.is_first_stage and i == 0,
-            post_process=groups.is_last_stage and i == (number or 1) - 1,
-            vp_stage=None if number is None else i,
+            post_process=groups.is_last_stage and i == (num_virtual or 1) - 1,
+            vp_stage=None if num_virtual is None else i,
         )
-        for i in range(number or 1)
+        for i in range(num_virtual or 1)
     ]
     for model in models:
         set_trained(model, trained)

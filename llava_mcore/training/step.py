@@ -18,7 +18,7 @@ from torch import Tensor
 from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.parallel.on_device import HostCopy, Moment
+from llava_mcore.parallel.on_device import AsyncHostCopy, DeviceEvent
 from llava_mcore.parallel.share import SharedStep
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 
@@ -120,10 +120,10 @@ def train_step(
         scheduler.step(increment=global_batch_size)
     return LaunchedStep(
         losses,
-        HostCopy(torch.as_tensor(0.0 if norm is None else norm).reshape(1)),
+        AsyncHostCopy(torch.as_tensor(0.0 if norm is None else norm).reshape(1)),
         lr,
         updated,
-        Moment(groups.device),
+        DeviceEvent(groups.device),
     )
 
 
@@ -138,7 +138,7 @@ class _Losses:
             self._each = torch.stack([report["sums"] for report in reports]).double()
         sums = self._each.sum(0)
         dist.all_reduce(sums)
-        self._sums = HostCopy(sums)
+        self._sums = AsyncHostCopy(sums)
 
     def read(self) -> tuple[float, float]:
         """Return the summed loss and the number of trained tokens of the global batch. The host waits for the
@@ -163,10 +163,10 @@ class LaunchedStep:
     """
 
     losses: _Losses
-    norm: HostCopy
+    norm: AsyncHostCopy
     lr: float
     updated: bool
-    end: Moment
+    end: DeviceEvent
 
     def result(self) -> StepResult:
         """Return the result; the host waits for the device."""

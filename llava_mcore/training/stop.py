@@ -24,4 +24,4 @@ class StopRules:
 
 def any_rank(groups: Groups, *flags: bool) -> list[bool]:
     """Return for each flag whether it is set on any rank; a collective call on the host."""
-    return [number > 0 for number in sum_over_ranks(groups, flags)]
+    return [count > 0 for count in sum_over_ranks(groups, flags)]

@@ -52,8 +52,8 @@ class ValidationResult:
 
     def values(self) -> dict[str, float]:
         """Return the numbers under their names in sinks."""
-        numbers = {"loss": self.loss, "perplexity": self.perplexity, "seconds": self.seconds}
-        return {f"validation/{name}": value for name, value in numbers.items() if value is not None}
+        values = {"loss": self.loss, "perplexity": self.perplexity, "seconds": self.seconds}
+        return {f"validation/{name}": value for name, value in values.items() if value is not None}
 
     def record(self) -> dict[str, Any]:
         """Return the object to write as a JSON line."""
@@ -114,7 +114,7 @@ class Validator:
             seconds=time.perf_counter() - start,
         )
 
-    def _fetch(self, passing: ValidationPass | None, budget: SkipBudget) -> tuple[list[Any], _Counts]:
+    def _fetch(self, passing: ValidationPass | None, budget: SkipBudget) -> tuple[list[Any], _ValidationCounts]:
         """Read as many micro-batches as a training step has, or those that are left; [] on ranks that do not read."""
         groups = self.trainer.groups
         batches: list[Any] = []
@@ -124,27 +124,27 @@ class Validator:
                 batches = [batch for _, batch in zip(range(self.most_batches), passing, strict=False)]
             except LlavaMcoreError as error:
                 problem = str(error)
-        found = agree(groups, problem)
-        if found:
-            raise DataError(problems("validation data cannot be used", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise DataError(problems("validation data cannot be used", messages), on_all_ranks=True)
         if not self._has_told:
             budget.report(batches)
-        mine = [0] * groups.dp_size
-        mine[groups.dp_rank] = len(batches)
+        counts = [0] * groups.dp_size
+        counts[groups.dp_rank] = len(batches)
         used = sum(len(batch.sample_keys) for batch in batches)
         skipped = sum(len(batch.skipped) for batch in batches)
-        used, skipped, *per_replica = sum_over_ranks(groups, [used, skipped, *mine])
-        return batches, _Counts(used, skipped, tuple(per_replica))
+        used, skipped, *per_replica = sum_over_ranks(groups, [used, skipped, *counts])
+        return batches, _ValidationCounts(used, skipped, tuple(per_replica))
 
-    def _measure(self, read: Sequence[HostBatch], number: int) -> torch.Tensor:
+    def _measure(self, read: Sequence[HostBatch], count: int) -> torch.Tensor:
         """Return (summed loss, trained tokens) of this replica's micro-batches; zeros on ranks that do not report the
         loss."""
         groups, fields, batches = self.trainer.groups, self.trainer.fields, None
         if self.data is not None:
             batches = [fill_rows(batch, self.micro_batch_size) for batch in read]
             if self._is_interleaved:  # this schedule needs a multiple of the number of stages
-                batches += [without_loss(batches[0], fields)] * (self.most_batches - number)
-        total = self.most_batches if self._is_interleaved else number
+                batches += [without_loss(batches[0], fields)] * (self.most_batches - count)
+        total = self.most_batches if self._is_interleaved else count
         reports = forward_backward(self.trainer.chunks, share_step(groups, batches, total, fields), forward_only=True)
         if not groups.reports_loss:
             return torch.zeros(2, dtype=torch.float64)
@@ -156,7 +156,7 @@ class Validator:
 
 
 @dataclass(frozen=True)
-class _Counts:
+class _ValidationCounts:
     """Conversations used and skipped on all ranks, and micro-batches of each replica."""
 
     used: int
@@ -174,7 +174,7 @@ def without_side_effects(trainer: Trainer) -> Iterator[None]:
     modules = [module for chunk in trainer.chunks for module in chunk.modules()]
     modes = [module.training for module in modules]
     scaled = [module for model in trainer.models for module in scaled_modules(model).values()]
-    kept = [module.get_fp8_meta_tensors() for module in scaled]
+    saved_scales = [module.get_fp8_meta_tensors() for module in scaled]
     for chunk in trainer.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -186,5 +186,5 @@ def without_side_effects(trainer: Trainer) -> Iterator[None]:
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
-        for module, scales in zip(scaled, kept, strict=True):
+        for module, scales in zip(scaled, saved_scales, strict=True):
             module.reset_fp8_meta_tensors(scales)  # None: to their initial values

@@ -15,10 +15,10 @@ from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import Loader, fetch_step
+from llava_mcore.training.fetch import MicroBatchLoader, fetch_step
 from llava_mcore.training.graphs import model_graphs
 from llava_mcore.training.saving.save import Saver
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.gpu.te_checks import BF16, FP8, RECIPES, TE
@@ -150,7 +150,7 @@ def fp8_curves(checkpoint: str, save_dir: str, hf: str) -> dict[str, Curve]:
         trainer = begin(flags | {"name": name})
         assert bool(trainer.models[0].vision_model.config.fp8) == (name in RECIPES)
         found[name] = train(groups, trainer, GivenLoader(batches * STEPS), STEPS, len(PACKS))
-        Saver(trainer, Path(hf)).save(Progress(STEPS, STEPS * len(PACKS)), None)
+        Saver(trainer, Path(hf)).save(TrainingProgress(STEPS, STEPS * len(PACKS)), None)
         found[f"{name}, on"] = train(groups, trainer, GivenLoader(batches), 1, len(PACKS))
         trainer = begin(flags | {"name": name, "checkpoint.load_optim": True})
         start = start_point(trainer.run)
@@ -169,7 +169,7 @@ def resumed(kind: str, checkpoint: str, save_dir: str, hf: str) -> tuple[Curve, 
     loader = loader_of(groups, trainer)
     train(groups, trainer, loader, STEPS)
     state = None if loader is None else loader.state()
-    Saver(trainer, Path(hf)).save(Progress(STEPS, STEPS * GLOBAL_BATCH), state)
+    Saver(trainer, Path(hf)).save(TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), state)
     expected = train(groups, trainer, loader, STEPS)
     again = run_config(1, 1, checkpoint, save_dir, **flags, **saving, **{"checkpoint.load_optim": True})
     trainer, start = make_trainer(groups, again), start_point(again)
@@ -193,7 +193,7 @@ def loader_of(groups: Groups, trainer: Trainer) -> FullPackLoader | None:
 
 
 def train(
-    groups: Groups, trainer: Trainer, loader: Loader | None, steps: int, global_batch: int = GLOBAL_BATCH
+    groups: Groups, trainer: Trainer, loader: MicroBatchLoader | None, steps: int, global_batch: int = GLOBAL_BATCH
 ) -> Curve:
     """Train some steps."""
     number = global_batch // (trainer.run.training.micro_batch_size * groups.dp_size)

@@ -13,9 +13,9 @@ from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
 from llava_mcore.training.batch_counts import LoadedBatch
 from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import Loader, fetch_step
+from llava_mcore.training.fetch import MicroBatchLoader, fetch_step
 from llava_mcore.training.saving.save import Saver
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.gpu import te_checks
@@ -90,7 +90,9 @@ def save_and_resume(
         loader = open_fake_loader(groups, trainer, run, 0)
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
-        Saver(trainer, Path(hf)).save(Progress(STEPS, STEPS * GLOBAL_BATCH), state, persistent="disk" not in name)
+        Saver(trainer, Path(hf)).save(
+            TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), state, persistent="disk" not in name
+        )
         uninterrupted = train_steps(groups, trainer, run, loader)
         again = run_config(tp, pp, checkpoint, save_dir, **common, **{"checkpoint.load_optim": True})
         trainer, start = make_trainer(groups, again), start_point(again)
@@ -128,7 +130,7 @@ def qwen_step_without_waiting(checkpoint: str, save_dir: str, hf: str) -> None:
 
 
 def _step_without_waiting(
-    groups: Groups, trainer: Trainer, loader: Loader | None, number: int, *, steps_before: int
+    groups: Groups, trainer: Trainer, loader: MicroBatchLoader | None, number: int, *, steps_before: int
 ) -> None:
     """Train a step without waiting, after some that choose kernels, allocate and capture."""
     parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 
 from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
 from llava_mcore.data.prepare.prepare_source import Result, prepare
-from llava_mcore.data.prepare.shard_plan import Options, Source
+from llava_mcore.data.prepare.shard_plan import Options, SourcePaths
 from llava_mcore.data.prepare.sources.detect import Opening
 
 DIGITS = load_digits()
@@ -263,7 +263,7 @@ class Quiet:
 
 def make(src: Path, out: Path, options: Options | None = None, how: Opening | None = None, **settings: Any) -> Result:
     """Prepare one source in this process, four rows per shard."""
-    source = Source((src,), how or Opening())
+    source = SourcePaths((src,), how or Opening())
     return prepare(source, out, options or Options(rows_per_shard=4), Quiet(), **settings)
 
 

@@ -14,7 +14,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.convert.logits_worker import forward
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.saving.save import save_checkpoint
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from tests.helpers.fixed_dropout import RATE, fixed_here
 from tests.parallel.checks import join
@@ -166,12 +166,12 @@ def save_and_resume(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str, f
     trainer, loader = _start(groups, run)
     train_steps(groups, trainer, run, loader)
     state = None if loader is None else loader.state()
-    save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+    save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
     expected = train_steps(groups, trainer, run, loader)
     several = _resumable(groups, checkpoint, save_dir, **SEVERAL, **{"adapter.frozen": frozen})
     other, loader = _start(groups, several)
     train_steps(groups, other, several, loader)
-    save_checkpoint(other, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+    save_checkpoint(other, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
     trained = sum(p.numel() for model in trainer.models for p in model.parameters() if p.requires_grad)
     buffers = sum(x.param_data.numel() if x.param_data is not None else x.grad_data.numel()
                   for chunk in trainer.chunks for x in chunk.buffers)  # fmt: skip
@@ -204,5 +204,5 @@ def load_and_save(
         flags = {"name": name, "adapter.load": folder, "checkpoint.save": True}
         trainer = make_trainer(groups, run_config(tp, pp, checkpoint, save_dir, **flags))
         found[name] = forward(trainer.models[0].eval(), inputs)
-        save_checkpoint(trainer, Progress(0, 0), Path(hf), None)
+        save_checkpoint(trainer, TrainingProgress(0, 0), Path(hf), None)
     return found

@@ -16,7 +16,7 @@ from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.parallel.checks import join
@@ -72,7 +72,7 @@ def _stopped(groups: Groups, name: str, case: Case, save_dir: str) -> dict[str, 
     first, loader = make_trainer(groups, run), open_loader(groups, case)
     found = train_steps(groups, first, loader, SAVED_AFTER)
     state = None if loader is None else loader.state()
-    save_checkpoint(first, Progress(SAVED_AFTER, SAVED_AFTER * GLOBAL_BATCH), Path(case["hf"]), state)
+    save_checkpoint(first, TrainingProgress(SAVED_AFTER, SAVED_AFTER * GLOBAL_BATCH), Path(case["hf"]), state)
     at_the_stop = {key: x.clone() for key, x in weights(first).items()}
 
     second = make_trainer(groups, run)

@@ -17,7 +17,7 @@ from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.parallel.checks import join
@@ -34,7 +34,7 @@ def save_and_resume(tp: int, pp: int, checkpoint: str, hf: str, data: str, save_
     trainer, loader = make_trainer(groups, run), open_loader(groups, hf, data, None)
     train(groups, trainer, loader)
     state = None if loader is None else loader.state()
-    save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+    save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
     uninterrupted = train(groups, trainer, loader)
     again = make_trainer(groups, run_config(tp, pp, checkpoint, save_dir, **flags, **{"checkpoint.load_optim": True}))
     _, states = resume(again)

@@ -21,13 +21,13 @@ from benchmarks.runs import read_lines
 from benchmarks.start_world import fake_device_groups
 from llava_mcore.checkpoint import parallel_reader, save_plan
 from llava_mcore.checkpoint.layout import iteration_folder
-from llava_mcore.checkpoint.save_plan import SavePlan
+from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.parallel.groups import Groups, agree, gather_to_all, initialize, sum_over_ranks, wait_for_all
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.save_log import SAVES
-from llava_mcore.training.saving.state import Progress, resume, state_to_save
+from llava_mcore.training.saving.state import TrainingProgress, resume, state_to_save
 from llava_mcore.training.setup import Trainer
 from tests.helpers.batches import FakeLoader
 from tests.parallel.checks import join
@@ -119,14 +119,14 @@ def saves(checkpoint: str, save_dir: str) -> dict[str, Any]:
     saver, calls = Saver(trainer, hf), [Counter[str]() for _ in range(3)]
     for number, counter in enumerate(calls):
         with counted(counter):
-            saver.save(Progress(10 + number), place, background=number == 1)
+            saver.save(TrainingProgress(10 + number), place, background=number == 1)
             saver.finish(10 + number)
     nothing: Counter[str] = Counter()
     with counted(nothing):
-        saver.prepare(Progress(13))
+        saver.prepare(TrainingProgress(13))
     before = _contents(run.run_dir, 12)
     wait_for_all(groups)
-    Saver(trainer, hf).save(Progress(12), place)
+    Saver(trainer, hf).save(TrainingProgress(12), place)
     found = {"calls": calls, "prepared after a save": nothing, "equal": before == _contents(run.run_dir, 12) != {}}
     found |= _loads(groups, trainer, iteration_folder(run.run_dir, 12)) | {"new": _other_structure(trainer)}
     return found | {"divided": _divided(groups, trainer, hf)}
@@ -139,7 +139,7 @@ def _divided(groups: Groups, trainer: Trainer, hf: Path) -> dict[str, Any]:
         The calls of the division and of the save, both ranks' bytes as expected and as written, and `_loads`.
     """
     saver, calls = Saver(trainer, hf), [Counter[str]() for _ in range(2)]
-    sizes = [num_bytes(x) for x in SavePlan(groups).divide(state_to_save(trainer, Progress(1)))]
+    sizes = [num_bytes(x) for x in SaveAssignment(groups).divide(state_to_save(trainer, TrainingProgress(1)))]
     threads: set[str] = set()
     read_data = FileSystemReader.read_data
 
@@ -154,9 +154,9 @@ def _divided(groups: Groups, trainer: Trainer, hf: Path) -> dict[str, Any]:
         mock.patch.object(FileSystemReader, "read_data", watched),
     ):
         with counted(calls[0]):
-            saver.prepare(Progress(1))
+            saver.prepare(TrainingProgress(1))
         with counted(calls[1]):
-            saver.save(Progress(20), {"place": 1})
+            saver.save(TrainingProgress(20), {"place": 1})
         loads = _loads(groups, trainer, iteration_folder(trainer.run.run_dir, 20))
     written = read_lines(trainer.run.run_dir / SAVES)[-1]["gigabytes"]
     return loads | {
@@ -205,11 +205,11 @@ def _loads(groups: Groups, trainer: Trainer, checkpoint: Path) -> dict[str, Any]
 def _other_structure(trainer: Trainer) -> list[tuple[bool, bool]]:
     """Return whether a save is planned: the first, the same, one without a part on rank 1, that again, and the first
     once more; and whether it gets a new strategy."""
-    plan, found = SavePlan(trainer.groups), []
-    plan.divide(state_to_save(trainer, Progress(1)))
+    plan, found = SaveAssignment(trainer.groups), []
+    plan.divide(state_to_save(trainer, TrainingProgress(1)))
     for number in range(5):
         before = plan.strategy
-        state = state_to_save(trainer, Progress(1))
+        state = state_to_save(trainer, TrainingProgress(1))
         if number in (2, 3) and trainer.groups.rank == 1:
             del state["optimizer"]
         found.append((plan.begin(state), plan.strategy is not before))

@@ -28,15 +28,15 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, FileError, TrainingError
 from llava_mcore.parallel.groups import Groups, gather_to_all
 from llava_mcore.parallel.share import share_step
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.determinism import make_deterministic
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.logs.metrics_file import FILE, JsonLines
+from llava_mcore.training.logs.metrics_file import FILE, JsonLinesWriter
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.loop import train
 from llava_mcore.training.saving.save import Saver
-from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, resume
+from llava_mcore.training.saving.state import LOADER_FOLDER, TrainingProgress, loader_file, resume
 from llava_mcore.training.saving.writing import Writing
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.stop import StopRules
@@ -59,7 +59,7 @@ class BrokenLoader(FakeLoader):
 
 def loop(groups: Groups, run: RunConfig, kind: type[FakeLoader], stop_after: int | None = None) -> Trainer:
     """Train as a worker does."""
-    trainer, loader, progress = make_trainer(groups, run), None, Progress()
+    trainer, loader, progress = make_trainer(groups, run), None, TrainingProgress()
     if groups.loads_data:
         size = run.training.micro_batch_size
         loader = kind(trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1})
@@ -108,7 +108,7 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
         loop(groups, run("diverging", 30, faults__on_nan="skip", optimizer__lr=1e30), FakeLoader)
     except TrainingError as error:
         found["diverging"] = str(error)
-    with mock.patch.object(JsonLines, "write", full_at(3)), mock.patch.object(Sinks, "close", fails_to_close):
+    with mock.patch.object(JsonLinesWriter, "write", full_at(3)), mock.patch.object(Sinks, "close", fails_to_close):
         try:
             loop(groups, run("full", 6), FakeLoader)
         except FileError as error:
@@ -119,11 +119,11 @@ def faults(checkpoint: str, save_dir: str) -> dict[str, Any]:
     return found
 
 
-def full_at(iteration: int) -> Callable[[JsonLines, dict[str, Any]], None]:
+def full_at(iteration: int) -> Callable[[JsonLinesWriter, dict[str, Any]], None]:
     """Return what stands for JsonLines.write where the disk is full from an iteration on."""
-    write = JsonLines.write
+    write = JsonLinesWriter.write
 
-    def until_full(self: JsonLines, record: dict[str, Any]) -> None:
+    def until_full(self: JsonLinesWriter, record: dict[str, Any]) -> None:
         if record["iteration"] >= iteration:
             raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
         write(self, record)
@@ -132,7 +132,7 @@ def full_at(iteration: int) -> Callable[[JsonLines, dict[str, Any]], None]:
 
 
 def fails_to_close(self: Sinks) -> None:
-    attempt("the plot", mock.Mock(side_effect=ValueError("half a line")))
+    warn_on_failure("the plot", mock.Mock(side_effect=ValueError("half a line")))
 
 
 def save_to_a_full_disk(
@@ -150,7 +150,7 @@ def save_to_a_full_disk(
     if groups.rank == full_on:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
-        saver.save(Progress(iteration), None, background=background, persistent=persistent)
+        saver.save(TrainingProgress(iteration), None, background=background, persistent=persistent)
         saver.finish(iteration)
     except CheckpointError as error:
         return str(error)
@@ -194,11 +194,11 @@ def replaced_while_the_disk_is_slow(groups: Groups, saver: Saver) -> tuple[bool,
 
     aside = run_dir / ".iter_0000007.deleted"
     with mock.patch.object(shutil, "rmtree", slowly):
-        saver.save(Progress(8), None, background=True)
+        saver.save(TrainingProgress(8), None, background=True)
         saver.finish(8)
         went_on = groups.rank != 0 or (iterations(run_dir) == [8] and aside.is_dir())
         gate.set()
-        saver.save(Progress(9), None, background=True)
+        saver.save(TrainingProgress(9), None, background=True)
         saver.finish(9)
     if groups.rank == 0:
         assert saver._deletion is not None
@@ -256,7 +256,7 @@ def background_save(checkpoint: str, save_dir: str, tp: int) -> dict[str, Any]:
     trainer = loop(groups, run, FakeLoader)
     saver = Saver(trainer, Path(checkpoint) / "iter_0000000" / "hf")
     expected = weights(trainer)
-    saver.save(Progress(7), {"place": 1} if groups.loads_data else None, background=True)
+    saver.save(TrainingProgress(7), {"place": 1} if groups.loads_data else None, background=True)
     during = (saver.pending, latest_iteration(run.run_dir))
     with torch.no_grad():
         for parameter in (p for model in trainer.models for p in model.parameters()):

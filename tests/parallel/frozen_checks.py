@@ -16,7 +16,7 @@ from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.saving.save import Saver
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from tests.helpers.fused_adam import in_place_of_torch
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
@@ -91,7 +91,7 @@ def _resumed(
     loader = open_fake_loader(groups, trainer, run, 0)
     if steps_before:
         train_steps(groups, trainer, run, loader)
-    progress = Progress(steps_before, steps_before * GLOBAL_BATCH)
+    progress = TrainingProgress(steps_before, steps_before * GLOBAL_BATCH)
     state = None if loader is None else loader.state()
     Saver(trainer, Path(hf)).save(progress, state, persistent=is_kept)
     uninterrupted = train_steps(groups, trainer, run, loader)

@@ -32,7 +32,7 @@ def tokens_of(
         multiple = options.get("multiple", 1)
         prompts = (encode_prompt(x, assets, str(i), multiple=multiple) for i, x in enumerate(asked))
     fields = architecture_of(models[0].hf).fields
-    each = {x.number: x.tokens for x in generate(models, groups, prompts, settings, fields, **options)}
+    each = {x.index: x.tokens for x in generate(models, groups, prompts, settings, fields, **options)}
     return [each[number] for number in range(len(asked))]
 
 

@@ -17,7 +17,7 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.run.training_run import find_start
 from llava_mcore.training.saving.save import Saver
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import build_trainer
 from tests.parallel.checks import join
 from tests.parallel.fault_checks import save_to_a_full_disk
@@ -48,9 +48,9 @@ def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
         loader = open_fake_loader(groups, trainer, run, 0)
         saver = Saver(trainer, Path(hf))
         train_steps(groups, trainer, run, loader)
-        saver.save(Progress(STEPS, STEPS * GLOBAL_BATCH), None if loader is None else loader.state())
+        saver.save(TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), None if loader is None else loader.state())
         train_steps(groups, trainer, run, loader)
-        progress = Progress(2 * STEPS, 2 * STEPS * GLOBAL_BATCH)
+        progress = TrainingProgress(2 * STEPS, 2 * STEPS * GLOBAL_BATCH)
         state = None if loader is None else loader.state()
         saver.save(progress, state, background=True, persistent=False)
         uninterrupted = train_steps(groups, trainer, run, loader)
@@ -68,7 +68,7 @@ def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
             unusable_here(start.checkpoint, groups, vision_data_parallel=not whole),
         ]
         message = save_to_a_full_disk(groups, saver, 2 * STEPS + 1, full_on=3, num_bytes=1 << 16, persistent=False)
-        saver.save(Progress(3 * STEPS), state, persistent=False)
+        saver.save(TrainingProgress(3 * STEPS), state, persistent=False)
         dist.barrier(groups.control)  # every rank has deleted its older file
         found[name] = {
             "uninterrupted": uninterrupted,

@@ -8,7 +8,7 @@ from typing import Any
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.saving.save import save_checkpoint
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
@@ -54,7 +54,7 @@ def save_at_other_layouts(groups: Groups, checkpoints: dict[str, str], save_dir:
         trainer = make_trainer(groups, run)
         train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, 0))
         save_checkpoint(
-            trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), hf_folder(latest_checkpoint(Path(source))[0]), None
+            trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), hf_folder(latest_checkpoint(Path(source))[0]), None
         )
 
 
@@ -144,7 +144,7 @@ def resume_elsewhere(checkpoint: str, save_dir: str, hf: str) -> dict[str, tuple
             losses[name] = train_steps(groups, trainer, run, loader)
             if name == "saved":
                 state = None if loader is None else loader.state()
-                save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+                save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
             if name == "uninterrupted":
                 losses[name] += train_steps(groups, trainer, run, loader)
         found[kind] = (losses["saved"] + losses["resumed"], losses["uninterrupted"])

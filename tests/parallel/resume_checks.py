@@ -20,7 +20,7 @@ from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.optimization.optimizer_state import optimizer_state
 from llava_mcore.training.saving.save import save_checkpoint
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader
@@ -86,7 +86,7 @@ def train_and_save(
             optimizer_state(trainer.optimizer, model_state(trainer.models, is_loading=False), groups, is_loading=False)
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
-        save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
+        save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), Path(hf), state)
         if OPTIMIZERS[name] and not torch.cuda.is_available():
             check_files(trainer, run.run_dir)
         found[name] = train_steps(groups, trainer, run, loader)

@@ -18,11 +18,11 @@ from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.errors import CheckpointError, LlavaMcoreError
 from llava_mcore.parallel import together as together_module
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.parallel.together import together
+from llava_mcore.parallel.together import raise_together
 from llava_mcore.training import setup
 from llava_mcore.training.saving import state
 from llava_mcore.training.saving.save import save_checkpoint
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import build_trainer
 from tests.parallel.checks import join
 from tests.parallel.training_checks import make_trainer, run_config
@@ -53,7 +53,7 @@ def start_faults(checkpoint: str, with_nan: str, save_dir: str) -> dict[str, Any
     run = run_config(1, 2, checkpoint, save_dir, **saves)
     trainer = make_trainer(groups, run)
     place = {"place": 1} if groups.loads_data else None
-    save_checkpoint(trainer, Progress(1), Path(checkpoint) / "iter_0000000" / "hf", place)
+    save_checkpoint(trainer, TrainingProgress(1), Path(checkpoint) / "iter_0000000" / "hf", place)
     found = {}
     for phases, before in ((BEFORE, True), (AFTER, False)):
         for name, (module, function) in phases.items():
@@ -100,7 +100,7 @@ def _alone(groups: Groups) -> tuple[str, bool, float]:
         dist.barrier(groups.control)
 
     with mock.patch.object(together_module, "PATIENCE", datetime.timedelta(seconds=2)):
-        text, on_all_ranks, seconds = raised(lambda: together(groups, action) if groups.rank == 1 else action())
+        text, on_all_ranks, seconds = raised(lambda: raise_together(groups, action) if groups.rank == 1 else action())
     if groups.rank == 1:
         dist.barrier(groups.control)
     logging.getLogger("llava_mcore").removeHandler(handler)

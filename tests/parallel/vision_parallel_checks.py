@@ -17,7 +17,7 @@ from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
-from llava_mcore.training.saving.state import Progress, resume
+from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import forward_backward, train_step
 from tests.helpers.class_checks import batch_of
@@ -152,7 +152,7 @@ def switch(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, tuple[
             loader = open_fake_loader(groups, trainer, first, 0)
             train_steps(groups, trainer, first, loader)
             hf = hf_folder(latest_checkpoint(Path(checkpoint))[0])
-            save_checkpoint(trainer, Progress(STEPS, STEPS * GLOBAL_BATCH), hf, None)
+            save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), hf, None)
             uninterrupted = train_steps(groups, trainer, first, loader)
             flags = saving | after | {"checkpoint.load_optim": True}
             second = run_config(tp, pp, checkpoint, save_dir, name=name, **flags)
@@ -171,4 +171,4 @@ def save_unchanged(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str)
     for name, checkpoint in checkpoints.items():
         flags = {"name": name, "checkpoint.save": True} | WHOLE | SEQUENCE
         trainer = make_trainer(groups, run_config(tp, pp, checkpoint, save_dir, **flags))
-        save_checkpoint(trainer, Progress(1, 1), hf_folder(latest_checkpoint(Path(checkpoint))[0]), None)
+        save_checkpoint(trainer, TrainingProgress(1, 1), hf_folder(latest_checkpoint(Path(checkpoint))[0]), None)

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from llava_mcore.adapters.adaptation import adaptation_of
+from llava_mcore.adapters.adaptation import adapter_setup_of
 from llava_mcore.adapters.factors import CHILD
 from llava_mcore.adapters.linear_layers import BIAS, ModelLayers, model_layers
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, PREFIX
@@ -98,12 +98,12 @@ def check(folder: Path, adapter: Path, theirs: Any, inputs: dict[str, Tensor], q
 def adapted(root: Path, adapter: Path, quantize: str) -> tuple[VisionLanguageModel, ModelLayers, frozenset[str]]:
     """Return our model with an adapter of PEFT's, and what is trained of the model itself."""
     groups, checkpoint = join_alone(), latest_checkpoint(root / "megatron")[0]
-    adaptation = adaptation_of(AdapterConfig(load=adapter), load_hf_config(root / "hf"), checkpoint, None)
-    assert adaptation is not None
+    adapter_setup = adapter_setup_of(AdapterConfig(load=adapter), load_hf_config(root / "hf"), checkpoint, None)
+    assert adapter_setup is not None
     model = load_part(groups, checkpoint)
-    set_trained(model, adaptation.trained)
-    load_adapted([model], adaptation, groups, quantize=quantize, multiplies_in_fp8=False, seed=0)
-    return model, adaptation.layers, adaptation.own
+    set_trained(model, adapter_setup.trained)
+    load_adapted([model], adapter_setup, groups, quantize=quantize, multiplies_in_fp8=False, seed=0)
+    return model, adapter_setup.layers, adapter_setup.own_names
 
 
 def logits(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from llava_mcore.adapters.adaptation import adaptation_of, base_of
+from llava_mcore.adapters.adaptation import adapter_setup_of, base_of
 from llava_mcore.adapters.adapter_record import Base, write_record
 from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import peft_config, plan_of_folder
@@ -73,17 +73,17 @@ def test_every_linear_layer_that_is_used_can_be_adapted(tmp_path: Path, case: Ca
 
 def test_ranks_by_part_and_names_as_in_peft(layers: ModelLayers) -> None:
     language = plan(layers, r=8, targets="q_proj,v_proj")
-    assert set(language.ranks) == {
+    assert set(language.lora_ranks) == {
         f"model.language_model.layers.{i}.self_attn.{x}_proj" for i in range(4) for x in "qv"
     }, "the tower's layers of these names have no rank"
     both = plan(layers, r=8, vision_r=2, targets="q_proj")
-    assert sorted(set(both.ranks.values())) == [2, 8] and len(both.ranks) == 7
+    assert sorted(set(both.lora_ranks.values())) == [2, 8] and len(both.lora_ranks) == 7
     everything = plan(layers, r=8, vision_r=4, projection_r=2)
-    assert everything.ranks.keys() == layers.members.keys()
+    assert everything.lora_ranks.keys() == layers.members.keys()
     single = plan(layers, r=8, alpha=4, rslora=True, targets=f"{TEXT}q_proj")
-    assert single.ranks == {f"{TEXT}q_proj": 8} and single.scaling(f"{TEXT}q_proj") == 4 / 8**0.5
+    assert single.lora_ranks == {f"{TEXT}q_proj": 8} and single.scaling(f"{TEXT}q_proj") == 4 / 8**0.5
     saved = plan(layers, r=8, projection_r=2, modules_to_save="linear_1")
-    assert [name for name in saved.ranks if "projector" in name] == ["model.multi_modal_projector.linear_2"]
+    assert [name for name in saved.lora_ranks if "projector" in name] == ["model.multi_modal_projector.linear_2"]
 
 
 def test_all_unknown_names_are_listed_at_once(layers: ModelLayers) -> None:
@@ -175,7 +175,7 @@ def test_layers_that_do_not_change_the_output_are_skipped(
     ):
         with caplog.at_level(logging.INFO):
             found = plan_of_folder(make_peft_folder(hf, tmp_path / name, r=2, **options), "x", layers, is_trained=True)
-        assert found.ranks.keys() == {x for x in layers.members if x.endswith(options["target_modules"][0])}
+        assert found.lora_ranks.keys() == {x for x in layers.members if x.endswith(options["target_modules"][0])}
     assert "2 tensors belong to layers that do not change the model's output and are skipped" in caplog.text
     assert not [x for x in layers.members if "vision_tower" in x and "layers.3." in x]
 
@@ -187,7 +187,7 @@ def test_an_adapter_of_a_part_alone_works_in_the_whole_model(tmp_path: Path, hf:
     long = f"{PREFIX}model.language_model."
     for short in (PREFIX, f"{PREFIX}model.", f"{PREFIX}language_model."):
         save_file({name.replace(long, short): x for name, x in tensors.items()}, folder / WEIGHTS)
-        assert plan_of_folder(folder, "x", layers, is_trained=True).ranks == whole.ranks
+        assert plan_of_folder(folder, "x", layers, is_trained=True).lora_ranks == whole.lora_ranks
     wide = {name.replace(long, PREFIX): torch.zeros(2, 65) if "lora_A" in name else x for name, x in tensors.items()}
     save_file(wide, folder / WEIGHTS)
     with pytest.raises(ConversionError, match=r"q_proj.lora_A.weight is \(2, 65\), expected \(2, 64\)"):
@@ -200,8 +200,8 @@ def test_an_adapter_of_a_part_alone_works_in_the_whole_model(tmp_path: Path, hf:
 @pytest.mark.parametrize("rslora", [False, True])
 def test_an_export_has_one_scale_as_vllm_computes_it(hf: Path, layers: ModelLayers, rslora: bool) -> None:
     model_class = architecture_of(load_hf_config(hf)).model_class
-    ranks = {"r": 32, "vision_r": 8, "projection_r": 2}
-    trained = plan(layers, **ranks, alpha=16, rslora=rslora)
+    lora_ranks = {"r": 32, "vision_r": 8, "projection_r": 2}
+    trained = plan(layers, **lora_ranks, alpha=16, rslora=rslora)
     written, factors = with_one_scale(trained, may_change_b=True)
     config = peft_config(written, layers, "base", model_class)
     assert vllm_problems(config) == [] and vllm_rank(config) == 32
@@ -209,10 +209,10 @@ def test_an_export_has_one_scale_as_vllm_computes_it(hf: Path, layers: ModelLaye
         "base_model_class": "LlavaForConditionalGeneration",
         "parent_library": model_class.__module__,
     }
-    for name in trained.ranks:
+    for name in trained.lora_ranks:
         assert math.frexp(factors[name])[0] == 0.5, "a power of two"
         assert written.scaling(name) * factors[name] == pytest.approx(trained.scaling(name), rel=1e-12)
-    for kept in (plan(layers, **(ranks | {"vision_r": 6})), trained):
+    for kept in (plan(layers, **(lora_ranks | {"vision_r": 6})), trained):
         same, ones = with_one_scale(kept, may_change_b=kept is not trained)
         assert same == kept and set(ones.values()) == {1}
         (problem,) = vllm_problems(peft_config(same, layers, "base", model_class))
@@ -260,7 +260,7 @@ def test_two_adapters_cannot_have_the_same_module(tmp_path: Path, hf: Path) -> N
     folder = make_peft_folder(hf, tmp_path / "style", **saved)
     adapter = AdapterConfig(r=2, modules_to_save=("multi_modal_projector",), frozen=(folder,))
     with pytest.raises(ConfigError, match=r"default and style both have vision_projection\.\S+"):
-        adaptation_of(adapter, load_hf_config(hf), first, None)
+        adapter_setup_of(adapter, load_hf_config(hf), first, None)
 
 
 def test_a_run_that_starts_from_an_adapter_has_its_settings(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
@@ -276,11 +276,11 @@ def test_a_run_that_starts_from_an_adapter_has_its_settings(tmp_path: Path, hf: 
     (tmp_path / "iter").mkdir()
     write_record(tmp_path / "iter", Base.of(first), [plan_from_config(run.adapter, layers)], layers)
     save_run_config(run, tmp_path / "iter" / "run.yaml")
-    same = adaptation_of(run.adapter, load_hf_config(hf), tmp_path / "iter", None)
-    assert same is not None and same.plans[0].ranks == plan(layers, r=8).ranks
+    same = adapter_setup_of(run.adapter, load_hf_config(hf), tmp_path / "iter", None)
+    assert same is not None and same.plans[0].lora_ranks == plan(layers, r=8).lora_ranks
     other = run.adapter.model_copy(update={"r": 16, "dora": True, "frozen": (tmp_path / "style",)})
     with pytest.raises(ConfigError) as error:
-        adaptation_of(other, load_hf_config(hf), tmp_path / "iter", None)
+        adapter_setup_of(other, load_hf_config(hf), tmp_path / "iter", None)
     message = str(error.value)
     assert "3 problems" in message and "adapter.r: it has 8, this run asks for 16" in message
     assert "adapter.frozen: it has none, this run asks for style" in message
@@ -312,4 +312,4 @@ def test_a_run_that_continues_another_run_s_adapter_resumes(tmp_path: Path, hf: 
 
 
 def test_without_an_adapter_nothing_is_looked_up(hf: Path) -> None:
-    assert adaptation_of(AdapterConfig(), load_hf_config(hf), None, None) is None
+    assert adapter_setup_of(AdapterConfig(), load_hf_config(hf), None, None) is None

@@ -252,10 +252,10 @@ def test_prompts_are_the_beginning_of_what_is_trained(root: Path, template: str 
 
 def test_questions_are_evenly_distributed_and_say_what_is_broken(root: Path, assets: Assets) -> None:
     found = Questions(root / "data", assets, split="val")
-    assert found.numbers == list(range(6))
-    kinds = list(found.read(found.numbers))
+    assert found.indices == list(range(6))
+    kinds = list(found.read(found.indices))
     assert all(isinstance(x, Question) for x in kinds), "pictures are not decoded here"
-    assert Questions(root / "data", assets, split="val", most_samples=3).numbers == [0, 2, 4]
+    assert Questions(root / "data", assets, split="val", most_samples=3).indices == [0, 2, 4]
     talk = [x for x in Questions(root / "data", assets, split="val", every_answer=True).read([3])]
     assert [x.reference for x in talk if not isinstance(x, Skip)] == ["0", "yes"]
     with pytest.raises(DataError, match="no validation part"):

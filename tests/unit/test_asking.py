@@ -17,7 +17,7 @@ from llava_mcore.answering import megatron_worker
 from llava_mcore.answering.answer_file import written_to
 from llava_mcore.answering.chat import Chat
 from llava_mcore.answering.hf_model import HfModel
-from llava_mcore.answering.job import Reading
+from llava_mcore.answering.job import ReadOptions
 from llava_mcore.cli import chat as chat_command
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.import_hf import import_hf
@@ -173,7 +173,7 @@ def test_sizes_of_pictures(root: Path, tmp_path: Path, ask: Ask, monkeypatch: py
     import_hf(tmp_path / "hf", tmp_path / "megatron")
     asked = Conversation((Turn("user", "<image>\nWhat is this?"),), (noise(120, 160),))
     ranges = (PixelRange(), PixelRange(None, 60 * 60))
-    lengths = [HfModel.load(tmp_path / "hf", Reading(pixels=x)).inputs(asked)["input_ids"].shape[1] for x in ranges]
+    lengths = [HfModel.load(tmp_path / "hf", ReadOptions(pixels=x)).inputs(asked)["input_ids"].shape[1] for x in ranges]
     assert lengths[0] > lengths[1]
     (tmp_path / "picture.png").write_bytes(noise(120, 160))
     given = ("--image", tmp_path / "picture.png", "--question", "What is this?", "--max-new-tokens", 12)

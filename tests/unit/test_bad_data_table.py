@@ -10,14 +10,14 @@ import pytest
 
 from llava_mcore.cli import check_data
 from llava_mcore.cli.flags.check import add_data_flags
-from llava_mcore.data.doctor.report import Report
+from llava_mcore.data.doctor.report import DataReport
 from llava_mcore.data.encoding.assets import Assets
 from tests.helpers.bad_data import BAD_DATA, FAULTY, SEQ_LENGTH, BadData
 
 pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 
-def examine(path: Path, assets: Assets, *flags: str) -> Report:
+def examine(path: Path, assets: Assets, *flags: str) -> DataReport:
     """The report that the command would print, at a rate of skips that one sample in four keeps to."""
     parser = argparse.ArgumentParser()
     add_data_flags(parser)
@@ -26,7 +26,7 @@ def examine(path: Path, assets: Assets, *flags: str) -> Report:
     return check_data.examine(args, assets)[0]
 
 
-def said(report: Report) -> str:
+def said(report: DataReport) -> str:
     """Everything that the report says about the data."""
     return "\n".join([*report.stop, *report.remarks, *(group.reason for group in report.tally.groups.values())])
 

@@ -13,10 +13,10 @@ import pytest
 from llava_mcore.cli.check import main as check
 from llava_mcore.config.sections.data import DataConfig, PixelRange
 from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.budgets import check_budgets, extents, warnings_of_large_media
+from llava_mcore.data.loading.budgets import check_budgets, media_budgets, warnings_of_large_media
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.audio.clip_plan import AudioPlan
-from llava_mcore.models.media import Extent
+from llava_mcore.models.media import MediaBudget
 from tests.helpers.bad_data_makers import good
 from tests.helpers.tiny_audio import make_hf_audio
 from tests.helpers.tiny_classes import make_hf_idefics3, make_hf_internvl
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_pictures_are_between_the_smallest_and_the_largest(folders: dict[str, Path], name: str) -> None:
     assets, choose = load_assets(folders[name]), random.Random(0)
-    smallest, largest = extents(assets)
+    smallest, largest = media_budgets(assets)
     assert largest is not None
     # As long as eight times their width: longer ones of Qwen-VL may have more, for a side has at least one token.
     sizes = [(choose.randint(13, 400), choose.randint(50, 104)) for _ in range(400)] + [(400, 400), (28, 28)]
@@ -65,10 +65,10 @@ def test_pictures_are_between_the_smallest_and_the_largest(folders: dict[str, Pa
 def test_sounds_are_between_the_smallest_and_the_largest(tmp_path: Path) -> None:
     make_hf_audio(tmp_path)
     assets = load_assets(tmp_path)
-    smallest, largest = extents(assets)
+    smallest, largest = media_budgets(assets)
     assert isinstance(assets.plan, AudioPlan)
     (longest,) = assets.plan.audio_tokens([assets.plan.most_samples])
-    assert (smallest, largest) == (Extent(1, 2), Extent(len(longest), longest.num_patches))
+    assert (smallest, largest) == (MediaBudget(1, 2), MediaBudget(len(longest), longest.num_patches))
     (warning,) = warnings_of_large_media(DataConfig(seq_length=len(longest)), assets)
     assert warning.startswith(f"sounds may have up to {len(longest)} tokens, but data.seq_length is {len(longest)}: ")
 
@@ -76,7 +76,7 @@ def test_sounds_are_between_the_smallest_and_the_largest(tmp_path: Path) -> None
 def test_what_fits_is_neither_refused_nor_warned_of(folders: dict[str, Path]) -> None:
     for folder in folders.values():
         assets = load_assets(folder)
-        _, largest = extents(assets)
+        _, largest = media_budgets(assets)
         assert largest is not None
         data = DataConfig(seq_length=largest.tokens + 1, max_media_tokens=largest.patches)
         check_budgets(data, assets)

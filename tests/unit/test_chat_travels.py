@@ -25,7 +25,7 @@ from llava_mcore.parallel.random import seed_everything
 from llava_mcore.run.carried_folder import write_carried_folder, write_stop_token
 from llava_mcore.templates.named import NAMES
 from llava_mcore.training.saving.save import save_checkpoint
-from llava_mcore.training.saving.state import Progress
+from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import build_trainer
 from tests.helpers.chat_cases import messages
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
@@ -64,7 +64,7 @@ def save(run: RunConfig, start: StartPoint) -> Path:
         seed_everything(run.training.seed)
         trainer = build_trainer(run, groups, start)
         carried = write_carried_folder(start, run.run_dir / "hf", seed=1, chat_template=assets.chat.template)
-        return save_checkpoint(trainer, Progress(1, 1), carried, None)
+        return save_checkpoint(trainer, TrainingProgress(1, 1), carried, None)
 
 
 @pytest.mark.parametrize("init", [False, True], ids=["from a checkpoint", "from random weights"])

@@ -298,7 +298,7 @@ def test_modules_of_dinov2_have_their_names_in_files(vision: str, tmp_path: Path
     side = model.config.vision_config.image_size
     with torch.no_grad():
         model.model.vision_tower(torch.randn(1, 3, side, side))
-    found = tower_names_in_files(recorder.found, files.vision, vision)
+    found = tower_names_in_files(recorder.outputs, files.vision, vision)
     with safe_open(tmp_path / "model.safetensors", "pt") as stored:
         tensors = {x: stored.get_tensor(x) for x in stored.keys()}  # noqa: SIM118  (no dict)
     layers = [x for x in tensors if x.startswith(files.vision + "encoder.layer.") and tensors[x].ndim == 2]

@@ -10,7 +10,7 @@ import pytest
 
 from llava_mcore.cli import show_config
 from llava_mcore.config.load import config_fields, load_run_config
-from llava_mcore.config.rules.trainer_list import KEYS, MODEL_CLASSES, _RefusedError
+from llava_mcore.config.rules.trainer_list import KEYS, MODEL_CLASSES, _RefusedValueError
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.registry import ARCHITECTURES
 from tests.unit.test_config import message_of, values_of
@@ -142,7 +142,7 @@ def test_every_target_is_a_key_of_ours() -> None:
     for key, action in KEYS.items():
         try:
             reached |= action((values | plain).get(key, 1)).keys()
-        except _RefusedError as error:
+        except _RefusedValueError as error:
             assert str(error), key
     assert reached <= known and len(reached) > 20
 

@@ -155,7 +155,7 @@ def test_large_tensors_pass_by_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
 @given(st.data())
 def test_runs_of_a_box_are_its_numbers_in_order(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    x, slices = torch.arange(TensorSlice.whole(shape).numel).view(shape), grid(data, shape)
+    x, slices = torch.arange(TensorSlice.full(shape).numel).view(shape), grid(data, shape)
     folder = tmp_path_factory.mktemp("runs")
     parts = []
     for i, tensor_slice in enumerate(data.draw(st.permutations(slices))):
@@ -166,7 +166,7 @@ def test_runs_of_a_box_are_its_numbers_in_order(tmp_path_factory: pytest.TempPat
     runs = byte_ranges_of(wanted, parts, lambda at: at)
     if runs is not None:
         assert torch.equal(torch.cat([run.map().flatten() for run in runs]), wanted.cut(x).flatten())
-        assert byte_ranges_of(TensorSlice.whole(shape), parts[1:], lambda at: at) is None
+        assert byte_ranges_of(TensorSlice.full(shape), parts[1:], lambda at: at) is None
     rows_only = all(tensor_slice.size[1:] == shape[1:] for tensor_slice in slices) and wanted.size[1:] == shape[1:]
     assert runs is not None or not rows_only
 
@@ -214,7 +214,7 @@ def test_chunks_are_found_inside_files_wherever_they_begin(tmp_path: Path, shift
 @given(st.data())
 def test_a_box_is_put_together_from_any_grid(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    x = torch.arange(TensorSlice.whole(shape).numel).view(shape)
+    x = torch.arange(TensorSlice.full(shape).numel).view(shape)
     slices = grid(data, shape)
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     wanted = TensorSlice(start, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True)))
@@ -236,7 +236,7 @@ def test_a_box_is_put_together_from_any_grid(data: st.DataObject) -> None:
 @given(st.data())
 def test_a_range_of_a_flattened_tensor_is_a_few_slices(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
-    x = torch.arange(TensorSlice.whole(shape).numel).view(shape)
+    x = torch.arange(TensorSlice.full(shape).numel).view(shape)
     start = data.draw(st.integers(0, x.numel()))
     stop = data.draw(st.integers(0, x.numel()))
     slices = slices_of_range(shape, start, stop)

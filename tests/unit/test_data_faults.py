@@ -217,7 +217,7 @@ def test_killed_loader_process_is_reported(
         raise error
 
     loader = open_loader(dataset, assets)
-    monkeypatch.setattr("llava_mcore.data.loading.source.Source.next", dies)
+    monkeypatch.setattr("llava_mcore.data.loading.source.BatchSource.next", dies)
     with pytest.raises(DataError, match=r"a loader process was killed .* lower data\.num_workers"):
         next(loader)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llava_mcore.data.doctor.examiner import Finding
 from llava_mcore.data.doctor.scan import LEAST_SAMPLES, choose
 from llava_mcore.data.doctor.tally import EXAMPLES, DatasetTally, Tally, bins, expected_fill, quantile
-from llava_mcore.data.loading.datasets import Dataset, Shard
+from llava_mcore.data.loading.datasets import Dataset, DatasetShard
 from llava_mcore.data.packing.best_fit import LEVELS
 
 COUNTS = st.dictionaries(st.integers(1, 5000), st.integers(1, 50), min_size=1, max_size=30).map(Counter)
@@ -21,7 +21,7 @@ COUNTS = st.dictionaries(st.integers(1, 5000), st.integers(1, 50), min_size=1, m
 def data(*counts: int) -> Dataset:
     """A dataset whose shards have so many samples."""
     firsts = np.cumsum([0, *counts]).tolist()
-    shards = tuple(Shard(f"{i}.tar", firsts[i], count) for i, count in enumerate(counts))
+    shards = tuple(DatasetShard(f"{i}.tar", firsts[i], count) for i, count in enumerate(counts))
     return Dataset("d", shards, "", 1.0, source=Mock(), cook=Mock(), workers=Mock())
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from llava_mcore.answering.evaluation import score_records
-from llava_mcore.answering.job import DataJob, Job, Reading
+from llava_mcore.answering.job import DataJob, Job, ReadOptions
 from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.cli import evaluate as evaluate_command
 from llava_mcore.cli.evaluate import main
@@ -57,7 +57,7 @@ for task in tasks:
 
 
 def answers(root: Path, data: Path) -> list[Record]:
-    job = Job(DataJob(data, "val"), Reading(), TokenSampling(), NUM_TOKENS)
+    job = Job(DataJob(data, "val"), ReadOptions(), TokenSampling(), NUM_TOKENS)
     return answer_folder(root / "hf", job)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration, Qwen2Config, Siglip2VisionConfig, SiglipConfig
 
-from llava_mcore.build.sources import Source
+from llava_mcore.build.sources import ModelSource
 from llava_mcore.build.vision import load_vision_config
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.cli.import_hf import main
@@ -213,14 +213,14 @@ def test_qwen2_5_is_a_qwen2_and_windows_that_are_computed_limit_nothing(gemma: P
 def test_a_siglip_2_of_fixed_resolution_is_a_siglip(tmp_path: Path) -> None:
     # As in google/siglip2-base-patch16-224: the vocabulary is what is new.
     SiglipConfig(text_config={"vocab_size": 256000}, vision_config={"vision_use_head": True}).save_pretrained(tmp_path)
-    assert load_vision_config(Source(str(tmp_path))).model_type in VISION_FAMILIES
+    assert load_vision_config(ModelSource(str(tmp_path))).model_type in VISION_FAMILIES
     make_hf_llava(tmp_path / "hf", vision="siglip", vision_overrides={"vision_use_head": False})
     import_hf(tmp_path / "hf", tmp_path / "m")
     export_hf(tmp_path / "m", tmp_path / "out", verify=True)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
     Siglip2VisionConfig().save_pretrained(tmp_path / "naflex")
     with pytest.raises(ConversionError, match="NaFlex"):
-        load_vision_config(Source(str(tmp_path / "naflex")))
+        load_vision_config(ModelSource(str(tmp_path / "naflex")))
 
 
 def test_the_page_about_adding_a_family_names_what_there_is() -> None:

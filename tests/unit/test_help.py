@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.startup import start, write_folders
 from llava_mcore.__main__ import COMMANDS
-from llava_mcore.compat.startup import IN_VAIN, IN_VAIN_HERE
+from llava_mcore.compat.startup import UNUSED_IMPORTS, UNUSED_IMPORTS_HERE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*/run.py"))
@@ -50,4 +50,4 @@ def test_nothing_is_imported_in_vain(tmp_path: Path) -> None:
     command, _ = write_folders(tmp_path)["import-hf"]
     whole = start(command)
     assert {"torch", "transformers", "megatron"} <= whole.modules, "it ended before its imports"
-    assert whole.modules.isdisjoint({*IN_VAIN, *IN_VAIN_HERE, "pandas", "matplotlib"})
+    assert whole.modules.isdisjoint({*UNUSED_IMPORTS, *UNUSED_IMPORTS_HERE, "pandas", "matplotlib"})

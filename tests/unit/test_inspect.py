@@ -12,7 +12,7 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.cli import inspect_folder
 from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.convert.inventory import Row, of_hf, of_megatron
+from llava_mcore.convert.inventory import InventoryRow, of_hf, of_megatron
 from tests.helpers.tiny_hf import make_hf_llava
 
 
@@ -24,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "hf", root / "m"
 
 
-def parameters(rows: list[Row], state: str, part: str | None = None) -> int:
+def parameters(rows: list[InventoryRow], state: str, part: str | None = None) -> int:
     return sum(row.parameters for row in rows if row.state == state and part in (None, row.part))
 
 

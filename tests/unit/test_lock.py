@@ -23,7 +23,7 @@ import sys, time
 from pathlib import Path
 from llava_mcore.files.folder_lock import FolderInUse, FolderLock
 try:
-    with FolderLock(Path(sys.argv[1]), what="the folder", advice="wait", say=lambda line: print(line, flush=True)):
+    with FolderLock(Path(sys.argv[1]), activity="the folder", advice="wait", say=lambda line: print(line, flush=True)):
         print("held", flush=True)
         time.sleep(float(sys.argv[2]))
         print("done", flush=True)
@@ -44,7 +44,7 @@ def contender(path: Path, seconds: float) -> subprocess.Popen[str]:
 
 
 def locked(path: Path, **options: Any) -> FolderLock:
-    return FolderLock(path, what="the folder", advice="wait", **options)
+    return FolderLock(path, activity="the folder", advice="wait", **options)
 
 
 def elsewhere(path: Path, **changes: Any) -> Holder:

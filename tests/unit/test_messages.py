@@ -17,7 +17,7 @@ from llava_mcore.errors import ConfigError, os_error_text
 from llava_mcore.files.text_files import naming
 from llava_mcore.launch.singularity import REPOSITORY
 from llava_mcore.run.messages import with_messages
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -93,8 +93,8 @@ def test_a_step_at_the_end_that_fails_is_one_line(caplog: pytest.LogCaptureFixtu
         ConfigError("c"),
         ValueError(),
     ):
-        attempt("a step", raising(error))
-    attempt("a step", lambda: done.append("done"))
+        warn_on_failure("a step", raising(error))
+    warn_on_failure("a step", lambda: done.append("done"))
     assert done
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "a step: /x: Input/output error; the disk or the network file system failed",
@@ -103,4 +103,4 @@ def test_a_step_at_the_end_that_fails_is_one_line(caplog: pytest.LogCaptureFixtu
         "a step: ValueError",
     ]
     with pytest.raises(TypeError):
-        attempt("a step", raising(TypeError()))
+        warn_on_failure("a step", raising(TypeError()))

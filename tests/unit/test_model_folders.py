@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaNextForConditionalGeneration
 
 from llava_mcore.build.language import load_language_config
-from llava_mcore.build.sources import Source
+from llava_mcore.build.sources import ModelSource
 from llava_mcore.convert.companions import model_companions, text_companions, update_config
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
@@ -83,7 +83,7 @@ def test_what_is_ambiguous_or_missing_is_refused(
 def test_an_adapter_beside_whole_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
     write(tmp_path, {SINGLE: X})
-    for read in (HfFolder.open, lambda folder: load_language_config(Source(str(folder)))):
+    for read in (HfFolder.open, lambda folder: load_language_config(ModelSource(str(folder)))):
         with pytest.raises(ConversionError, match=r"also a PEFT adapter .*would load some/base with the adapter"):
             read(tmp_path)
 

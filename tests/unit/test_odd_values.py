@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.budgets import extents
+from llava_mcore.data.loading.budgets import media_budgets
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from tests.helpers.cases import EACH_CLASS, make_case
@@ -41,7 +41,7 @@ def changed(text: str, place: tuple[str, ...], value: Any) -> str:
 def read(folder: Path) -> None:
     """Do what a run does with the configs before it starts."""
     model_dims(load_hf_config(folder))
-    extents(load_assets(folder))
+    media_budgets(load_assets(folder))
 
 
 @pytest.mark.parametrize("case", EACH_CLASS, ids=lambda case: case.architecture)

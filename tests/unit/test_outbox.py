@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llava_mcore.training.logs.outbox import Failed, Outbox, Refused
+from llava_mcore.training.logs.outbox import Failed, Outbox, RefusedRecord
 
 NOTHING = (0.0,) * 9
 
@@ -74,7 +74,7 @@ def test_it_gives_up_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_only_the_refused_record_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server([Refused("too long a name")])
+    server = Server([RefusedRecord("too long a name")])
     server.open.clear()
     box = Outbox("server", server.take, pauses=NOTHING)
     for number in range(4):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.data.encoding.encode import TooLongError, cut, fit
-from llava_mcore.data.packing.best_fit import LEVELS, Media, best_fit, fill, fullest_pack, online_fill
+from llava_mcore.data.packing.best_fit import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
 from llava_mcore.data.samples import EncodedSample, TokenConversation
 from llava_mcore.data.streams.collate import collate
 from tests.helpers.encoding import placed
@@ -50,7 +50,7 @@ def test_too_long_for_a_pack() -> None:
 def test_a_pack_keeps_to_both_budgets(samples: list[tuple[int, int]], capacity: int, most: int) -> None:
     """As full as the best of all packs whose patches, counted in steps, fit."""
     lengths, patches = [length for length, _ in samples], [number for _, number in samples]
-    media = Media(patches, most)
+    media = PatchBudget(patches, most)
     found = fullest_pack(lengths, capacity, media)
     assert found[0] == 0 and sorted(set(found)) == found
     assert sum(lengths[i] for i in found) <= capacity and sum(patches[i] for i in found) <= most
@@ -65,9 +65,9 @@ def test_a_pack_keeps_to_both_budgets(samples: list[tuple[int, int]], capacity: 
 
 def test_more_patches_than_a_pack_may_have() -> None:
     with pytest.raises(ValueError, match="31 patches does not fit into a pack of 30"):
-        fullest_pack([3, 4], 10, Media([31, 0], 30))
-    assert fullest_pack([3, 4, 5], 12, Media([30, 1, 0], 30)) == [0, 2]
-    assert fullest_pack([3, 4, 5], 12, Media([0, 0, 0], 30)) == fullest_pack([3, 4, 5], 12)
+        fullest_pack([3, 4], 10, PatchBudget([31, 0], 30))
+    assert fullest_pack([3, 4, 5], 12, PatchBudget([30, 1, 0], 30)) == [0, 2]
+    assert fullest_pack([3, 4, 5], 12, PatchBudget([0, 0, 0], 30)) == fullest_pack([3, 4, 5], 12)
 
 
 def llava_lengths(number: int) -> list[int]:

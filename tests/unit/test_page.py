@@ -62,7 +62,7 @@ def test_the_conversation_continues_after_a_failure(answer: Answer, monkeypatch:
         sent.append([part["text"] for message in messages for part in message["content"]])
         yield "It is"
         if len(sent) == 2:
-            raise page.Failure("failed: out of memory")
+            raise page.AnswerFailure("failed: out of memory")
         yield " seven"
 
     monkeypatch.setattr(page, "ask", ask)

@@ -10,7 +10,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from llava_mcore.adapters.attach import linear_modules
-from llava_mcore.adapters.linear_layers import Linear, ModelLayers, model_layers
+from llava_mcore.adapters.linear_layers import MegatronLinear, ModelLayers, model_layers
 from llava_mcore.adapters.quantize import quantize_model
 from llava_mcore.adapters.quantized import NF4_BLOCK, SCALE_BLOCK, Nf4, to_fp8, to_nf4
 from llava_mcore.checkpoint.layout import latest_checkpoint
@@ -41,11 +41,11 @@ def layers(folder: Path) -> ModelLayers:
     return model_layers(load_hf_config(folder / "hf"))
 
 
-def language(layers: ModelLayers) -> list[Linear]:
+def language(layers: ModelLayers) -> list[MegatronLinear]:
     return [linear for linear in layers.linears if linear.name.startswith("language_model.decoder.layers.1.")]
 
 
-def on_ranks(linear: Linear, matrices: list[torch.Tensor], tp_size: int) -> list[Nf4]:
+def on_ranks(linear: MegatronLinear, matrices: list[torch.Tensor], tp_size: int) -> list[Nf4]:
     """Quantize what every rank holds; each is handed the others' scales."""
     full = linear.entry.to_megatron(dict(zip(linear.entry.hf_names, matrices, strict=True)))
     shards = linear.entry.shard.split(full, tp_size)
@@ -88,7 +88,7 @@ def test_codes_are_those_of_bitsandbytes(layers: ModelLayers, tp_size: int) -> N
             assert state.state2.blocksize == SCALE_BLOCK and state.blocksize == NF4_BLOCK
 
 
-def full_shape(linear: Linear) -> tuple[int, int]:
+def full_shape(linear: MegatronLinear) -> tuple[int, int]:
     """Return the shape of a layer's matrix from its parts' widths."""
     hidden, inner = WIDE["hidden_size"], WIDE["intermediate_size"]
     if "linear_qkv" in linear.name:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.config.flag_names import ALL_FLAGS, ALREADY
+from llava_mcore.config.flag_names import ALL_FLAGS, ALWAYS_ON_FLAGS
 from llava_mcore.config.flags import parse_command_line
 
 ROOT = Path(__file__).parents[2]
@@ -104,4 +104,4 @@ def test_the_whole_command_line_at_once() -> None:
         8,
     )
     names = {typed.split()[0] for typed in FLAGS}
-    assert names <= {name for flag in ALL_FLAGS for name in flag.names} | set(ALREADY)
+    assert names <= {name for flag in ALL_FLAGS for name in flag.names} | set(ALWAYS_ON_FLAGS)

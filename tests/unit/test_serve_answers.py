@@ -146,7 +146,7 @@ def test_pieces_of_any_size_are_cut_at_the_same_place(size: int, stops: list[str
     cut = StopCut(stops)
     pieces = [cut.feed(text[start : start + size]) for start in range(0, len(text), size)]
     assert "".join(pieces) + cut.rest() == wanted
-    assert cut.found == (wanted != text)
+    assert cut.is_stopped == (wanted != text)
 
 
 def test_prompt_and_answer_fit_into_the_model(client: TestClient) -> None:

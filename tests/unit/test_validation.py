@@ -20,7 +20,7 @@ from llava_mcore.data.loading.validation_data import ValidationData, quotas
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from llava_mcore.parallel.batch import fill_rows, without_loss
-from llava_mcore.training.logs.metrics_file import FILE, VALIDATION_FILE, JsonLines
+from llava_mcore.training.logs.metrics_file import FILE, VALIDATION_FILE, JsonLinesWriter
 from llava_mcore.training.logs.sinks import draw_losses
 from llava_mcore.training.validation import ValidationResult
 from tests.unit.test_data_shards import make_vqa
@@ -112,10 +112,10 @@ def test_results_go_into_their_own_file_and_the_plot(tmp_path: Path) -> None:
     result = ValidationResult(2, 1.5, 4.48, 10, 4, 1, 0.5)
     assert "loss 1.5000 | perplexity 4.480" in result.line() and "1 samples skipped" in result.line()
     assert result.values() == {"validation/loss": 1.5, "validation/perplexity": 4.48, "validation/seconds": 0.5}
-    file = JsonLines(tmp_path / VALIDATION_FILE, keep_until=0)
+    file = JsonLinesWriter(tmp_path / VALIDATION_FILE, keep_until=0)
     for iteration in (2, 4, 6):
         file.write(result.record() | {"iteration": iteration})
-    JsonLines(tmp_path / VALIDATION_FILE, keep_until=4)
+    JsonLinesWriter(tmp_path / VALIDATION_FILE, keep_until=4)
     lines = (tmp_path / VALIDATION_FILE).read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [2, 4]
     (tmp_path / FILE).write_text("".join(json.dumps({"iteration": i, "loss": 2.0}) + "\n" for i in range(1, 5)))

@@ -17,7 +17,7 @@ from transformers import (
 from llava_mcore.build.language import TokenIds
 from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.tensor_names import tensors_to_write
-from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.build.vision import FeatureShape
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.registry import ARCHITECTURES, tile_architecture
 from llava_mcore.models.vision.geometry import image_side
@@ -91,7 +91,7 @@ class FolderClass(ABC):
         return []
 
     def config(
-        self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds
+        self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds
     ) -> PretrainedConfig:
         """Return the configuration of the whole model, which contains those of its parts.
 
@@ -108,7 +108,7 @@ class FolderClass(ABC):
         )
 
     @abstractmethod
-    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+    def _config_fields(self, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds) -> dict[str, Any]:
         """Return the fields of the configuration that only this class has."""
 
     def processor(
@@ -116,7 +116,7 @@ class FolderClass(ABC):
         image_processor: Any,
         tokenizer: PreTrainedTokenizerBase,
         config: PretrainedConfig,
-        plan: FeaturePlan,
+        plan: FeatureShape,
         template: str,
     ) -> ProcessorMixin:
         """Return the processor. `image_processor`: the source's, for pictures of the tower's size."""
@@ -127,12 +127,12 @@ class FolderClass(ABC):
         )
 
     @abstractmethod
-    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeatureShape) -> dict[str, Any]:
         """Return the other arguments of the processor, with its image processor."""
 
 
 def tile_settings(image_processor: Any, config: PretrainedConfig) -> dict[str, Any]:
     """Return settings that resize tiles to the tower's size and normalize them like the source's image processor."""
     side, values = image_side(config.vision_config), image_processor.to_dict()
-    own = {name: values[name] for name in _PIXEL_SETTINGS if values.get(name) is not None}
-    return own | {"size": {"height": side, "width": side}}
+    settings = {name: values[name] for name in _PIXEL_SETTINGS if values.get(name) is not None}
+    return settings | {"size": {"height": side, "width": side}}

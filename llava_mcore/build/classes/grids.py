@@ -18,7 +18,7 @@ from transformers import (
 
 from llava_mcore.build.classes.base import FolderClass, tile_settings
 from llava_mcore.build.language import IMAGE_TOKEN, VIDEO_TOKEN, TokenIds
-from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.build.vision import FeatureShape
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
 
@@ -39,7 +39,7 @@ class GridFolder(FolderClass):
         side = image_side(vision)
         return [[rows * side, columns * side] for rows, columns in self.grids]
 
-    def _require_square(self, vision: PretrainedConfig, plan: FeaturePlan) -> None:
+    def _require_square(self, vision: PretrainedConfig, plan: FeatureShape) -> None:
         """Raise ConfigError if features do not form a square, or the class does not support the tower in
         transformers."""
         if not isinstance(vision.image_size, int):
@@ -47,8 +47,8 @@ class GridFolder(FolderClass):
                 f"--architecture {self.architecture}: {vision.model_type} has an image_size of height and width, but "
                 "that class of transformers expects one number; take another tower or --architecture llava"
             )
-        wanted = num_patches(vision)
-        if plan.tokens == wanted:
+        expected = num_patches(vision)
+        if plan.tokens == expected:
             return
         advice = "take --vision-feature-select-strategy default"
         if plan.class_tokens > 1:
@@ -57,7 +57,7 @@ class GridFolder(FolderClass):
             )
         raise ConfigError(
             f"--architecture {self.architecture} needs the features of a tile as a square, but strategy "
-            f"{plan.strategy} leaves {plan.tokens} features of {wanted} patches: {advice}"
+            f"{plan.strategy} leaves {plan.tokens} features of {expected} patches: {advice}"
         )
 
 
@@ -68,7 +68,7 @@ class NextFolder(GridFolder):
     processor_class = LlavaNextProcessor
     grids = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 
-    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+    def _config_fields(self, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds) -> dict[str, Any]:
         self._require_square(vision, plan)
         return dict(
             image_token_index=ids.image,
@@ -76,7 +76,7 @@ class NextFolder(GridFolder):
             image_grid_pinpoints=self.pinpoints(vision),
         )
 
-    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeatureShape) -> dict[str, Any]:
         how = tile_settings(image_processor, config)
         side = image_side(config.vision_config)
         # The size in the format of the class's own checkpoints.
@@ -98,7 +98,7 @@ class OnevisionFolder(GridFolder):
     grids = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
     named_tokens: ClassVar[Mapping[str, str]] = {"image_token": IMAGE_TOKEN, "video_token": VIDEO_TOKEN}
 
-    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+    def _config_fields(self, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds) -> dict[str, Any]:
         self._require_square(vision, plan)
         return dict(
             image_token_index=ids.image,
@@ -107,7 +107,7 @@ class OnevisionFolder(GridFolder):
             vision_aspect_ratio=_ASPECT_RATIO,
         )
 
-    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeatureShape) -> dict[str, Any]:
         how = tile_settings(image_processor, config)
         return dict(
             image_processor=LlavaOnevisionImageProcessor(image_grid_pinpoints=config.image_grid_pinpoints, **how),

@@ -1,4 +1,4 @@
-"""What Idefics2, Idefics3 and SmolVLM have in common: their tower is a SigLIP without pooling head."""
+"""The common part of Idefics2, Idefics3 and SmolVLM: their tower is a SigLIP without pooling head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llava_mcore.build.classes.base import FolderClass
 from llava_mcore.build.language import TokenIds
 from llava_mcore.build.options import BuildOptions
-from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.build.vision import FeatureShape
 from llava_mcore.errors import ConfigError
 
 _TOWER = "siglip_vision_model"
@@ -43,7 +43,7 @@ class IdeficsFolder(FolderClass):
             )
 
     def config(
-        self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds
+        self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds
     ) -> PretrainedConfig:
         """Return the configuration of the whole model, in which SigLIP's has the name that the class gives it."""
         return self.model_class.config_class(
@@ -58,7 +58,7 @@ class IdeficsFolder(FolderClass):
         """Return the fields of the configuration that describe the connector; empty: the class's defaults."""
         return {}
 
-    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+    def _config_fields(self, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds) -> dict[str, Any]:
         return {}
 
     def place(self, model: PreTrainedModel, language: PreTrainedModel, vision: PreTrainedModel) -> None:

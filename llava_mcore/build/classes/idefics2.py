@@ -17,7 +17,7 @@ from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionCo
 from llava_mcore.build.classes.base import tile_settings
 from llava_mcore.build.classes.idefics import IdeficsFolder
 from llava_mcore.build.language import IMAGE_TOKEN
-from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.build.vision import FeatureShape
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.vision.geometry import image_side, patch_side
 
@@ -47,7 +47,7 @@ class Idefics2Folder(IdeficsFolder):
     def _connector_fields(self, text: PretrainedConfig) -> dict[str, Any]:
         return {"perceiver_config": {"hidden_size": text.hidden_size, "rms_norm_eps": text.rms_norm_eps}}
 
-    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeatureShape) -> dict[str, Any]:
         longest, patch = image_side(config.vision_config), patch_side(config.vision_config)
         size = {"shortest_edge": max(round(longest * _SHORTEST / patch), 1) * patch, "longest_edge": longest}
         how = tile_settings(image_processor, config) | {"size": size, "do_image_splitting": False}

@@ -24,7 +24,7 @@ from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfi
 from llava_mcore.build.classes.base import tile_settings
 from llava_mcore.build.classes.idefics import IdeficsFolder
 from llava_mcore.build.language import IMAGE_TOKEN
-from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.build.vision import FeatureShape
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.vision.geometry import image_side
@@ -67,7 +67,7 @@ class Idefics3Folder(IdeficsFolder):
         """Return height and width in pixels of the largest grid of tiles."""
         return [[_TILES * image_side(vision)] * 2]
 
-    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeatureShape) -> dict[str, Any]:
         how = _grid_settings(image_processor, config)
         return dict(image_processor=Idefics3ImageProcessor(**how), image_seq_len=features_per_tile(config))
 
@@ -88,7 +88,7 @@ class SmolVlmFolder(Idefics3Folder):
         image_processor: Any,
         tokenizer: PreTrainedTokenizerBase,
         config: PretrainedConfig,
-        plan: FeaturePlan,
+        plan: FeatureShape,
         template: str,
     ) -> ProcessorMixin:
         """Return the processor. Raises ConfigError if a package that it needs is not installed."""
@@ -97,7 +97,7 @@ class SmolVlmFolder(Idefics3Folder):
         except ImportError as error:
             raise ConfigError(f"--architecture {self.architecture}: {error}") from error
 
-    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeatureShape) -> dict[str, Any]:
         how = _grid_settings(image_processor, config)
         size = how["max_image_size"]
         frame = how | {"size": size, "video_sampling": _SAMPLING | {"video_size": size}}

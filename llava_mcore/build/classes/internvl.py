@@ -15,7 +15,7 @@ from transformers import (
 
 from llava_mcore.build.classes.base import FolderClass, tile_settings
 from llava_mcore.build.language import IMAGE_TOKEN, VIDEO_TOKEN, TokenIds
-from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.build.vision import FeatureShape
 from llava_mcore.models.architectures.registry import features_per_tile
 
 
@@ -34,17 +34,17 @@ class InternVlFolder(FolderClass):
     }
 
     def config(
-        self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds
+        self, text: PretrainedConfig, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds
     ) -> PretrainedConfig:
         """Return the configuration of the whole model, with the number of features per tile."""
         config = super().config(text, vision, plan, ids)
         config.image_seq_length = features_per_tile(config)
         return config
 
-    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+    def _config_fields(self, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds) -> dict[str, Any]:
         return {"image_token_id": ids.image}
 
-    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeatureShape) -> dict[str, Any]:
         how = tile_settings(image_processor, config)
         return dict(
             image_processor=GotOcr2ImageProcessor(**how),

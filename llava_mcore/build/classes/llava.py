@@ -12,7 +12,7 @@ from transformers import (
 
 from llava_mcore.build.classes.base import FolderClass
 from llava_mcore.build.language import IMAGE_TOKEN, TokenIds
-from llava_mcore.build.vision import FeaturePlan
+from llava_mcore.build.vision import FeatureShape
 from llava_mcore.models.vision.geometry import patch_side
 
 
@@ -25,13 +25,13 @@ class LlavaFolder(FolderClass):
     tile = "picture"
     layers = (-2,)
 
-    def _config_fields(self, vision: PretrainedConfig, plan: FeaturePlan, ids: TokenIds) -> dict[str, Any]:
+    def _config_fields(self, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds) -> dict[str, Any]:
         return dict(
             image_token_index=ids.image,
             image_seq_length=plan.tokens,
         )
 
-    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeaturePlan) -> dict[str, Any]:
+    def _processor_fields(self, image_processor: Any, config: PretrainedConfig, plan: FeatureShape) -> dict[str, Any]:
         return dict(
             image_processor=image_processor,
             patch_size=patch_side(config.vision_config),

@@ -57,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
 
 def answer_defaults() -> dict[str, Any]:
     """Return the flags that only --data-path reads, with their defaults."""
-    own = argparse.ArgumentParser()
-    add_answer_flags(own)
-    return {"split": "val", "every_answer": False} | vars(own.parse_args([]))
+    defaults_parser = argparse.ArgumentParser()
+    add_answer_flags(defaults_parser)
+    return {"split": "val", "every_answer": False} | vars(defaults_parser.parse_args([]))
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What `evaluate` finds out before it loads a model: a wrong path would otherwise end a run of hours."""
+"""Checks of `evaluate` before it loads a model: a wrong path would otherwise end a run of hours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base
-from llava_mcore.answering.job import Layout, Reading
+from llava_mcore.answering.job import Layout, ReadOptions
 from llava_mcore.answering.lmms_harness import require_lmms
 from llava_mcore.answering.megatron_answers import usable_checkpoint
 from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
@@ -24,22 +24,22 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.whole_folder import open_whole_folder
 
 
-def check(args: argparse.Namespace, given: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, typed: argparse.Namespace) -> None:
     """Raise one error with everything that cannot work.
 
     Args:
         args: with the defaults of flags that were not given.
-        given: in which these are None.
+        typed: in which these are None.
     """
-    found = [*_missing(args), *_without_effect(given), *_wrong_file(args.json)]
-    found += _said(require_libraries)
-    found += [text for problem in (_tasks(args), _dataset(args), _models(args)) for text in problem]
-    if args.tasks and not found:  # it may download a lot
-        found += _said(lambda: require_data(task_settings(args, args.tasks)))
-    if len(found) == 1:
-        raise ConfigError(found[0])
-    if found:
-        raise ConfigError(problems("nothing was evaluated", found))
+    errors = [*_missing(args), *_without_effect(typed), *_wrong_file(args.json)]
+    errors += _said(require_libraries)
+    errors += [text for problem in (_tasks(args), _dataset(args), _models(args)) for text in problem]
+    if args.tasks and not errors:  # it may download a lot
+        errors += _said(lambda: require_data(task_settings(args, args.tasks)))
+    if len(errors) == 1:
+        raise ConfigError(errors[0])
+    if errors:
+        raise ConfigError(problems("nothing was evaluated", errors))
 
 
 def data_of(args: argparse.Namespace) -> Path | str:
@@ -78,19 +78,19 @@ def _missing(args: argparse.Namespace) -> Iterator[str]:
         yield "--include-path needs --tasks or --lmms-tasks"
 
 
-def _without_effect(given: argparse.Namespace) -> Iterator[str]:
+def _without_effect(typed: argparse.Namespace) -> Iterator[str]:
     """Name the flags that nothing would read."""
-    names = [name for name in answer_defaults() if vars(given)[name] is not None]
-    if given.data_path is None and names:
+    names = [name for name in answer_defaults() if vars(typed)[name] is not None]
+    if typed.data_path is None and names:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         yield f"{flags}: only for --data-path; tasks have settings of their own"
-    if given.dtype is not None and given.data_path is None and not given.tasks:
+    if typed.dtype is not None and typed.data_path is None and not typed.tasks:
         yield "--dtype: only for --data-path and --tasks; the server of --lmms-tasks takes that of config.json"
-    if given.batch_size is not None and not given.megatron_dir and not given.tasks:
+    if typed.batch_size is not None and not typed.megatron_dir and not typed.tasks:
         yield "--batch-size: only for --megatron-dir and --tasks"
-    if given.base_dir is not None and not given.megatron_dir:
+    if typed.base_dir is not None and not typed.megatron_dir:
         yield "--base-dir: only for --megatron-dir"
-    if (given.tp is not None or given.pp is not None) and not given.megatron_dir:
+    if (typed.tp is not None or typed.pp is not None) and not typed.megatron_dir:
         yield "--tp and --pp: only for --megatron-dir; transformers runs a Hugging Face folder in one process"
 
 
@@ -116,7 +116,7 @@ def _dataset(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _models(args: argparse.Namespace) -> Iterator[str]:
-    reading, sampling = Reading(), TokenSampling()
+    reading, sampling = ReadOptions(), TokenSampling()
     if args.data_path is not None:
         wrong = [*_said(lambda: reading_of(args)), *_said(lambda: sampling_of(args))]
         yield from wrong
@@ -132,7 +132,7 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
         yield "--base-dir has no effect: no checkpoint holds an adapter; omit it"
 
 
-def _hf_folder(folder: Path, reading: Reading, *, by_others: bool) -> list[str]:
+def _hf_folder(folder: Path, reading: ReadOptions, *, by_others: bool) -> list[str]:
     """Return problems with a folder. `by_others`: harnesses load it too."""
     if not folder.is_dir():
         return [f"--hf-dir {folder}: there is no such folder"]
@@ -142,7 +142,7 @@ def _hf_folder(folder: Path, reading: Reading, *, by_others: bool) -> list[str]:
     ]
 
 
-def _checkpoint(args: argparse.Namespace, folder: Path, reading: Reading, sampling: TokenSampling) -> None:
+def _checkpoint(args: argparse.Namespace, folder: Path, reading: ReadOptions, sampling: TokenSampling) -> None:
     hf_dir = hf_folder(usable_checkpoint(folder, layout_of(args), base_dir_of(args, folder)))
     reading.assets(hf_dir)
     require_known(read_settings(hf_dir, load_hf_config(hf_dir), None, max_new_tokens=1, sampling=sampling), hf_dir)

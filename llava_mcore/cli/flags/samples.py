@@ -41,10 +41,10 @@ def add_pixel_flags(parser: argparse._ActionsContainer) -> None:
     """Add the limits of the areas of resized pictures and frames."""
     of_picture = "resized picture, for Qwen-VL (default: the image processor's)"
     of_frame = "resized frame of a video, in Qwen3-VL of all its frames together (default: the video processor's)"
-    for prefix, what in (("--", of_picture), ("--video-", of_frame)):
+    for prefix, unit in (("--", of_picture), ("--video-", of_frame)):
         for end, limit in (("min-pixels", "minimum"), ("max-pixels", "maximum")):
             parser.add_argument(
-                f"{prefix}{end}", type=positive, metavar="N", help=f"{limit} width x height of a {what}"
+                f"{prefix}{end}", type=positive, metavar="N", help=f"{limit} width x height of a {unit}"
             )
 
 
@@ -94,13 +94,13 @@ def positive(text: str) -> int:
 
 def limits_of(args: argparse.Namespace) -> Limits:
     """Return the limits from the flags. Raises ConfigError for an invalid one."""
-    found = Limits(**{field.name: vars(args)[f"max_{field.name}"] for field in fields(Limits)})
+    limits = Limits(**{field.name: vars(args)[f"max_{field.name}"] for field in fields(Limits)})
     wrong = [f"{_flag(f.name)} must be at least 1" for f in fields(Limits) if vars(args)[f"max_{f.name}"] < 1]
-    if found.picture_pixels > LIMITS.picture_pixels:
+    if limits.picture_pixels > LIMITS.picture_pixels:
         wrong.append(f"{_flag('picture_pixels')} must be at most {LIMITS.picture_pixels}: Pillow decodes no more")
     if wrong:
         raise ConfigError("; ".join(wrong))
-    return found
+    return limits
 
 
 def _flag(name: str) -> str:

@@ -18,13 +18,13 @@ _read_next = required(ITarFile, "next")
 def _read_next_and_forget(self: ITarFile) -> TarInfo | None:
     before = self.offset
     try:
-        found = _read_next(self)
+        member = _read_next(self)
     except RecursionError as error:
         raise ValueError("too many headers for one member of the tar file") from error
     self.members.clear()
-    if found is not None and (found.size < 0 or self.offset <= before):
-        raise ValueError(f"the member {found.name!r} of the tar file has {found.size} bytes")
-    return found
+    if member is not None and (member.size < 0 or self.offset <= before):
+        raise ValueError(f"the member {member.name!r} of the tar file has {member.size} bytes")
+    return member
 
 
 def forget_read_members() -> None:

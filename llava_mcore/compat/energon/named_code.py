@@ -43,9 +43,9 @@ def refuse_named_code() -> None:
 def _resolve(self: JsonParser, module_name: str, object_name: str, *how: Any, **more: Any) -> type:
     """Return one of energon's classes. NamedCodeError for everything else, before anything is imported."""
     in_energon = module_name == PACKAGE or str(module_name).startswith(f"{PACKAGE}.")
-    found = vars(megatron.energon).get(object_name) if in_energon else None
-    if inspect.isclass(found) and issubclass(found, KINDS):
-        return found
+    kind = vars(megatron.energon).get(object_name) if in_energon else None
+    if inspect.isclass(kind) and issubclass(kind, KINDS):
+        return kind
     raise NamedCodeError(
         f"it names {module_name}.{object_name}, which could run anything; allowed are energon's own datasets, blends "
         "and samples, such as megatron.energon.CrudeWebdataset"

@@ -23,12 +23,12 @@ def _repeat(self: RepeatDataset[Any]) -> Iterator[Any]:
         yield from _repeat_whole(self)
         return
     share = self.repeats * self.dataset.len_worker()
-    wanted = math.floor((self._repetition + 1) * share) - math.floor(self._repetition * share)
-    while self._index < wanted:
+    target = math.floor((self._repetition + 1) * share) - math.floor(self._repetition * share)
+    while self._index < target:
         for sample in self.dataset:
             self._index += 1
             yield sample
-            if self._index >= wanted:
+            if self._index >= target:
                 break
     self._repetition += 1
     self._index = 0

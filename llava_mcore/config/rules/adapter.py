@@ -1,4 +1,4 @@
-"""What must hold between an adapter's options and the rest of a run. See `rules`."""
+"""Rules between an adapter's options and the rest of a run. See `rules`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _quantized_in_fp8(run: RunConfig) -> Iterator[str]:
 
 
 def restores_matrices(run: RunConfig) -> bool:
-    """Return whether quantized matrices are restored for each product, by layers of another kind than usual."""
+    """Return whether the run uses layers that dequantize their matrices before each product."""
     return run.adapter.quantize != "none" and not run.training.fp8
 
 

@@ -35,36 +35,36 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_
         "width inside the projection": dims.projection_ffn_hidden_size,
     }
     of_tower = _tower_sizes(dims)
-    whole = math.gcd(*sizes.values())
-    fitting, all_fitting = _divisors(math.gcd(whole, *of_tower.values())), _divisors(whole)
+    common = math.gcd(*sizes.values())
+    fitting, all_fitting = _divisors(math.gcd(common, *of_tower.values())), _divisors(common)
     advice = f"this model can use {all_fitting if vision_data_parallel else fitting}"
-    found = [
-        f"--tp {tp} does not divide the {what}, which is {size} in {source}: {advice}"
-        for what, size in sizes.items()
+    errors = [
+        f"--tp {tp} does not divide the {quantity}, which is {size} in {source}: {advice}"
+        for quantity, size in sizes.items()
         if size % tp
     ]
     other = "" if all_fitting == fitting else f"; in training --vision-data-parallel also allows {all_fitting}"
-    found += [
-        f"--tp {tp} does not divide the {what}, which is {size} in {source}: {advice}{other}"
-        for what, size in of_tower.items()
+    errors += [
+        f"--tp {tp} does not divide the {quantity}, which is {size} in {source}: {advice}{other}"
+        for quantity, size in of_tower.items()
         if size % tp and not vision_data_parallel
     ]
     if dims.num_layers % pp:
-        found.append(
+        errors.append(
             f"--pp {pp} does not divide the number of layers of the language model, which is {dims.num_layers} "
             f"in {source}: this model can use {_divisors(dims.num_layers)}"
         )
-    return found
+    return errors
 
 
 def check_parts(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_parallel: bool = False) -> list[str]:
     """Like `check_layout`, for a model that computes in `tp` x `pp` parts with stages of equal size."""
-    found = check_layout(dims, tp, pp, source, vision_data_parallel=vision_data_parallel)
+    errors = check_layout(dims, tp, pp, source, vision_data_parallel=vision_data_parallel)
     fitting = [
         n for n in range(1, pp) if dims.num_layers % n == 0 and dims.num_layers // n >= dims.num_deepstack_layers
     ]
     advice = f"use --pp {' or '.join(map(str, fitting or [1]))}"
-    return found + check_deepstack(dims.num_deepstack_layers, dims.num_layers // pp, source, f"--pp {pp}", advice)
+    return errors + check_deepstack(dims.num_deepstack_layers, dims.num_layers // pp, source, f"--pp {pp}", advice)
 
 
 def tower_divides(dims: ModelDims, tp: int) -> bool:
@@ -93,33 +93,33 @@ def check_run(
     `world_size` is the number of processes; `device_available` says whether there are GPUs. `typed`: keys of flags
     on the command line (see `check_needs`).
     """
-    found = [
+    errors = [
         *check_values(run, typed),
         *check_options(run, device_available),
         *check_batch(run, world_size),
     ]
-    found += check_operations(run, world_size)
+    errors += check_operations(run, world_size)
     if run.parallel.backend == "nccl" and not device_available:
-        found.append("--backend nccl needs GPUs and none was found: omit the flag, or use gloo")
+        errors.append("--backend nccl needs GPUs and none was found: omit the flag, or use gloo")
     if run.model.attention_backend and (not device_available or run.model.transformer_impl == "local"):
-        found.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: omit them")
+        errors.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: omit them")
     if run.training.fp8 and not device_available:
-        found.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: omit the flag")
+        errors.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: omit the flag")
     if dims is not None:
         parallel = run.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         divides = parallel.vision_data_parallel
         even_pp = 1 if has_uneven_stages(parallel) else pp
-        found += check_layout(dims, tp, even_pp, source, vision_data_parallel=divides)
-        found += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
+        errors += check_layout(dims, tp, even_pp, source, vision_data_parallel=divides)
+        errors += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
         if run.training.fp8_vision:
-            found += check_fp8_tower(dims, 1 if divides else tp, source)
+            errors += check_fp8_tower(dims, 1 if divides else tp, source)
         if run.model.drop_class_token and dims.keeps_class_token:
-            found.append(
+            errors.append(
                 f"--no-add-class-token, but {source} keeps the class token (vision_feature_select_strategy full): "
                 "omit the flag, or build the model with vision_feature_select_strategy default"
             )
-    return found
+    return errors
 
 
 def check_fp8_tower(dims: ModelDims, tp: int, source: str) -> list[str]:
@@ -130,9 +130,9 @@ def check_fp8_tower(dims: ModelDims, tp: int, source: str) -> list[str]:
     """
     sizes = {"width": dims.vision_hidden_size, "MLP width": dims.vision_ffn_hidden_size}
     return [
-        f"--fp8-vision: the {what} of the vision tower, which is {size} in {source}, is not a multiple of "
+        f"--fp8-vision: the {quantity} of the vision tower, which is {size} in {source}, is not a multiple of "
         f"{FP8_MULTIPLE * tp}: {'lower --tp, add --vision-data-parallel, or ' if tp > 1 else ''}omit --fp8-vision"
-        for what, size in sizes.items()
+        for quantity, size in sizes.items()
         if size % (FP8_MULTIPLE * tp)
     ]
 
@@ -159,9 +159,9 @@ def check_batch(run: RunConfig, world_size: int) -> list[str]:
         sizes["START of --rampup-batch-size"] = run.training.ramp.start
         sizes["INCREMENT of --rampup-batch-size"] = run.training.ramp.increment
     return [
-        f"{what} is not a multiple of {step} = --micro-batch-size {run.training.micro_batch_size} x {dp} "
+        f"{quantity} is not a multiple of {step} = --micro-batch-size {run.training.micro_batch_size} x {dp} "
         f"data-parallel ranks: use a multiple of {step}"
-        for what, size in sizes.items()
+        for quantity, size in sizes.items()
         if size % step
     ]
 
@@ -244,5 +244,5 @@ def check_length(seq_length: int, dims: ModelDims, source: str) -> Iterator[str]
 
 def _divisors(size: int) -> str:
     """Return '1, 2 or 4': the divisors of a size up to 16, into which it can be split."""
-    fitting = [str(number) for number in range(1, min(size, 16) + 1) if size % number == 0]
+    fitting = [str(divisor) for divisor in range(1, min(size, 16) + 1) if size % divisor == 0]
     return " or ".join([", ".join(fitting[:-1]), fitting[-1]]) if len(fitting) > 1 else fitting[0]

@@ -24,8 +24,8 @@ class Ramp:
         Args:
             full: the last size, which the increments must reach exactly.
         """
-        number = (full - self.start) // self.increment
-        return [(-(-k * self.samples // number), self.start + k * self.increment) for k in range(number + 1)]
+        num_steps = (full - self.start) // self.increment
+        return [(-(-k * self.samples // num_steps), self.start + k * self.increment) for k in range(num_steps + 1)]
 
 
 def parse_ramp(text: str) -> Ramp:
@@ -60,26 +60,26 @@ class BatchSizes:
     def samples_after(self, iterations: int) -> int:
         """Return the number of samples that this many iterations consume."""
         consumed = 0
-        for number, size in self._intervals():
-            taken = iterations if number is None else min(number, iterations)
+        for num_iterations, size in self._intervals():
+            taken = iterations if num_iterations is None else min(num_iterations, iterations)
             consumed, iterations = consumed + taken * size, iterations - taken
         return consumed
 
     def iterations_within(self, samples: int) -> int:
         """Return the number of whole iterations that fit into this many samples."""
         iterations = 0
-        for number, size in self._intervals():
-            taken = samples // size if number is None else min(number, samples // size)
+        for num_iterations, size in self._intervals():
+            taken = samples // size if num_iterations is None else min(num_iterations, samples // size)
             iterations, samples = iterations + taken, samples - taken * size
-            if number is None or taken < number:
+            if num_iterations is None or taken < num_iterations:
                 break
         return iterations
 
     def _intervals(self) -> list[tuple[int | None, int]]:
         """Return (iterations, size) of every run of equal sizes; None: all remaining iterations."""
-        consumed, found = 0, []
+        consumed, intervals = 0, []
         for (_, size), (end, _) in itertools.pairwise(self.steps):
-            number = max(0, -(-(end - consumed) // size))
-            consumed += number * size
-            found.append((number, size))
-        return [*found, (None, self.steps[-1][1])]
+            num_iterations = max(0, -(-(end - consumed) // size))
+            consumed += num_iterations * size
+            intervals.append((num_iterations, size))
+        return [*intervals, (None, self.steps[-1][1])]

@@ -30,11 +30,11 @@ def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iter
 
 
 def _check_wsd(training: TrainingConfig, optimizer: OptimizerConfig, num_iterations: int) -> Iterator[str]:
-    given = {
+    decay_options = {
         "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
         "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
     }
-    names = [name for name, value in given.items() if value is not None]
+    names = [name for name, value in decay_options.items() if value is not None]
     if optimizer.lr_decay_style != "WSD":
         return
     if len(names) != 1:
@@ -43,18 +43,18 @@ def _check_wsd(training: TrainingConfig, optimizer: OptimizerConfig, num_iterati
     warmup, total, decay = schedule_samples(training, optimizer)
     if decay > total - warmup:
         yield (
-            f"{names[0]} {given[names[0]]}: the decay is longer than the {total - warmup} samples after the warm-up "
-            f"({num_iterations} iterations in all): lower it"
+            f"{names[0]} {decay_options[names[0]]}: the decay is longer than the {total - warmup} samples after the "
+            f"warm-up ({num_iterations} iterations in all): lower it"
         )
 
 
 def schedule_samples(training: TrainingConfig, optimizer: OptimizerConfig) -> tuple[int, int, int]:
     """Return the samples of the warm-up, of the whole run, and of WSD's decay (0 without one)."""
-    sizes, number = training.batch_sizes, training.num_iterations
-    warmup = sizes.samples_after(round(number * optimizer.lr_warmup_fraction))
-    total = sizes.samples_after(number)
+    sizes, num_iterations = training.batch_sizes, training.num_iterations
+    warmup = sizes.samples_after(round(num_iterations * optimizer.lr_warmup_fraction))
+    total = sizes.samples_after(num_iterations)
     decay = optimizer.lr_wsd_decay_samples or 0
     if optimizer.lr_wsd_decay_iters is not None:
-        decay = total - sizes.samples_after(max(0, number - optimizer.lr_wsd_decay_iters))
-        decay += training.global_batch_size * max(0, optimizer.lr_wsd_decay_iters - number)
+        decay = total - sizes.samples_after(max(0, num_iterations - optimizer.lr_wsd_decay_iters))
+        decay += training.global_batch_size * max(0, optimizer.lr_wsd_decay_iters - num_iterations)
     return warmup, total, decay

@@ -16,7 +16,7 @@ Values = dict[str, Any]
 """Our dotted keys -> values, for one of their keys."""
 
 
-class _RefusedError(Exception):
+class _RefusedValueError(Exception):
     """A value that is not supported; the message says why and what to do."""
 
 
@@ -26,7 +26,7 @@ def _to(key: str) -> Callable[[Any], Values]:
 
 def _refuse(reason: str) -> Callable[[Any], Values]:
     def action(_value: Any) -> Values:
-        raise _RefusedError(reason)
+        raise _RefusedValueError(reason)
 
     return action
 
@@ -36,7 +36,7 @@ def _unless_off(reason: str) -> Callable[[Any], Values]:
 
     def action(value: Any) -> Values:
         if value:
-            raise _RefusedError(reason)
+            raise _RefusedValueError(reason)
         return {}
 
     return action
@@ -63,7 +63,7 @@ def _only(*allowed: str, instead: str) -> Callable[[Any], Values]:
 
     def action(value: Any) -> Values:
         if value not in allowed:
-            raise _RefusedError(instead)
+            raise _RefusedValueError(instead)
         return {}
 
     return action
@@ -78,7 +78,7 @@ def _report_to(value: Any) -> Values:
     known = {"wandb": "logging.wandb", "tensorboard": "logging.tensorboard", "mlflow": "logging.mlflow"}
     wrong = [name for name in names if name not in (*known, "none")]
     if wrong:
-        raise _RefusedError(f"found {wrong[0]!r}, expected wandb, tensorboard, mlflow or none")
+        raise _RefusedValueError(f"found {wrong[0]!r}, expected wandb, tensorboard, mlflow or none")
     return {known[name]: True for name in names if name in known}
 
 
@@ -87,18 +87,20 @@ def _attention(value: Any) -> Values:
         return {"model.attention_backend": "flash"}
     if value == "sdpa":
         return {}
-    raise _RefusedError(f"found {value!r}, expected flash_attention_2 or sdpa")
+    raise _RefusedValueError(f"found {value!r}, expected flash_attention_2 or sdpa")
 
 
 def _model(value: Any) -> Values:
     if (Path(str(value)) / "latest_checkpointed_iteration.txt").is_file():
         return {"checkpoint.load": value}
-    raise _RefusedError(f"{value} is not a Megatron checkpoint: convert it (docs/convert.md) and give that folder")
+    raise _RefusedValueError(f"{value} is not a Megatron checkpoint: convert it (docs/convert.md) and give that folder")
 
 
 def _dataset(value: Any) -> Values:
     if Path(str(value)).suffix in (".json", ".jsonl", ".parquet"):
-        raise _RefusedError(f"{value}: convert it to shards with 'python -m llava_mcore prepare' and give their folder")
+        raise _RefusedValueError(
+            f"{value}: convert it to shards with 'python -m llava_mcore prepare' and give their folder"
+        )
     return {"data.path": value}
 
 
@@ -172,8 +174,8 @@ def translate(content: list[Any], file: Path) -> tuple[list[tuple[str, Any, str]
             refused.append(f"{key} (in {file}): no such key{_suggestion(key)}")
             continue
         try:
-            values += [(ours, given, key) for ours, given in KEYS[key](value).items()]
-        except _RefusedError as error:
+            values += [(our_key, our_value, key) for our_key, our_value in KEYS[key](value).items()]
+        except _RefusedValueError as error:
             refused.append(f"{key} (in {file}): {error}")
     return values, refused
 

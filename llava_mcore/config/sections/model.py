@@ -63,5 +63,7 @@ class ModelConfig(Section):
             "projection": self.freeze_vision_projection,
         }
         names = ", ".join(name for name, frozen in parts.items() if frozen) or "none"
-        given = {"freeze": self.freeze, "unfreeze": self.unfreeze}
-        return ", ".join([names, *(f"{key} {' '.join(patterns)}" for key, patterns in given.items() if patterns)])
+        patterns_by_key = {"freeze": self.freeze, "unfreeze": self.unfreeze}
+        return ", ".join(
+            [names, *(f"{key} {' '.join(patterns)}" for key, patterns in patterns_by_key.items() if patterns)]
+        )

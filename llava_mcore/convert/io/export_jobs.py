@@ -70,9 +70,9 @@ class _Window(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Buffer) -> int:
-        wanted = memoryview(buffer)[: max(self.length - self.position, 0)]
+        view = memoryview(buffer)[: max(self.length - self.position, 0)]
         self.file.seek(self.offset + self.position)
-        count = self.file.readinto(wanted)
+        count = self.file.readinto(view)
         self.position += count
         return count
 
@@ -99,7 +99,7 @@ class EntryRead:
 
 
 @dataclass(frozen=True)
-class Export:
+class EntryExport:
     """Some entries, and whether to hash their tensors."""
 
     entries: tuple[EntryRead, ...]
@@ -129,7 +129,7 @@ def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]
     """
     slices = job.entry.hf_slices(job.shape)
     if slices is None:
-        yield from job.entry.to_hf(_read(job, TensorSlice.whole(job.shape), scratch)).items()
+        yield from job.entry.to_hf(_read(job, TensorSlice.full(job.shape), scratch)).items()
         return
     for name, tensor_slice in zip(job.entry.hf_names, slices, strict=True):
         yield name, _read(job, tensor_slice, scratch)
@@ -158,14 +158,14 @@ def _stored_slice(job: EntryRead, tensor_slice: TensorSlice) -> TensorSlice:
 
 def _read(job: EntryRead, tensor_slice: TensorSlice, scratch: Scratch) -> Tensor:
     """Return one part of the parameter."""
-    wanted = _stored_slice(job, tensor_slice)
-    data, held = read_slice(wanted, job.chunks, lambda x: x.locate().map(), job.stored_dtype, scratch)
-    if held != wanted.numel:
-        raise CheckpointError(f"{job.entry.megatron}: the checkpoint has {held} of {wanted.numel} values")
+    requested = _stored_slice(job, tensor_slice)
+    data, held = read_slice(requested, job.chunks, lambda x: x.locate().map(), job.stored_dtype, scratch)
+    if held != requested.numel:
+        raise CheckpointError(f"{job.entry.megatron}: the checkpoint has {held} of {requested.numel} values")
     return data.reshape(tensor_slice.size).to(job.dtype)
 
 
-def export_entries(job: Export) -> Exported:
+def export_entries(job: EntryExport) -> Exported:
     """Write and hash the tensors of some entries.
 
     Raises:

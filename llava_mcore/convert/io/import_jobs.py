@@ -28,7 +28,7 @@ _ALIGNMENT = 64  # bytes; allows an export to map the values in the file
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorChunk:
     """One chunk of the stored tensor `key`: at `offset`, of `shape`; `tensor_slice`: of the parameter."""
 
     key: str
@@ -45,11 +45,11 @@ class EntryWrite:
     sources: tuple[TensorAt, ...]
     dtype: torch.dtype
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorChunk, ...]
 
     @property
     def num_bytes(self) -> int:
-        return TensorSlice.whole(self.shape).numel * self.dtype.itemsize
+        return TensorSlice.full(self.shape).numel * self.dtype.itemsize
 
     @property
     def located(self) -> dict[str, TensorAt]:
@@ -101,7 +101,7 @@ def write_file(job: FileWrite) -> FileWritten:
     """
     job.path.touch(exist_ok=False)
     with ThreadPoolExecutor(HASHERS) as hashers, Writer() as writer:
-        content = _Content(job, hashers)
+        content = _FileContent(job, hashers)
         checksum = Checksum()
         writer.write(job.path, 0, _summed(content, checksum))
         digests = {name: future.result() for name, future in content.hashing.items()}
@@ -116,7 +116,7 @@ def _summed(parts: Iterable[Tensor], checksum: Checksum) -> Iterator[Tensor]:
         yield part
 
 
-class _Content:
+class _FileContent:
     """A file's bytes in order. Records the offset of each piece, and starts hashing each tensor when it is reached."""
 
     def __init__(self, job: FileWrite, hashers: ThreadPoolExecutor) -> None:
@@ -185,12 +185,12 @@ class _Gap:
         pass
 
 
-def _pieces(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[Piece, Data]]:
+def _pieces(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> Iterator[tuple[TensorChunk, Data]]:
     """Yield every piece with its values, valid until the next; the full tensor is only assembled if necessary."""
     slices = entry.entry.hf_slices(entry.shape)
     located: list[tuple[TensorSlice, TensorAt]] = []
     if slices is None:
-        parts = [(TensorSlice.whole(entry.shape), entry.entry.to_megatron(tensors))]
+        parts = [(TensorSlice.full(entry.shape), entry.entry.to_megatron(tensors))]
     else:
         parts = list(zip(slices, tensors.values(), strict=True))
         located = [] if entry.is_cast else list(zip(slices, entry.sources, strict=True))

@@ -59,16 +59,16 @@ class LegacyTensors:
         slices: dict[str, list[TensorAt]] = {}
         before: collections.Counter[str] = collections.Counter()  # layers of earlier stages, for each block of layers
         for stage in ranks:
-            found: collections.Counter[str] = collections.Counter()
+            num_layers: collections.Counter[str] = collections.Counter()
             for path in stage:
                 for name, at in _read(path).items():
                     layer = _LAYER.fullmatch(name)
                     if layer is not None:
-                        block, number = layer[1], int(layer[2])
-                        found[block] = max(found[block], number + 1)
-                        name = f"{block}{before[block] + number}{layer[3]}"
+                        block, index = layer[1], int(layer[2])
+                        num_layers[block] = max(num_layers[block], index + 1)
+                        name = f"{block}{before[block] + index}{layer[3]}"
                     slices.setdefault(name, []).append(at)
-            before += found
+            before += num_layers
         return cls(folder, slices)
 
     def __iter__(self) -> Iterator[str]:
@@ -83,9 +83,9 @@ class LegacyTensors:
 
     def stored_name(self, name: str) -> str:
         """Return the name of a parameter in the file, which depends on the layer implementation that wrote it."""
-        for ours, theirs in FUSED_NORMS.items():
+        for separate, fused in FUSED_NORMS.items():
             if name not in self._slices:
-                name = name.replace(ours, theirs)
+                name = name.replace(separate, fused)
         return name
 
     def parameter(self, name: str, shape: Shape, shard: Shard) -> StoredParameter:
@@ -102,10 +102,10 @@ class LegacyTensors:
         wrong = [at.shape for at in slices if at.shape != (shape if shard.dim is None else expected)]
         if wrong:
             raise CheckpointError(f"{self.folder}: {name}: a slice is {wrong[0]}, expected {expected} of {shape}")
-        chunks = [(TensorSlice.whole(shape), slices[0])]
+        chunks = [(TensorSlice.full(shape), slices[0])]
         if shard.dim is not None:
             chunks = [part for rank, at in enumerate(slices) for part in _parts(at, shape, shard, rank)]
-        return StoredParameter(TensorSlice.whole(shape), tuple(chunks), slices[0].dtype)
+        return StoredParameter(TensorSlice.full(shape), tuple(chunks), slices[0].dtype)
 
 
 def _parts(at: TensorAt, shape: Shape, shard: Shard, rank: int) -> Iterator[tuple[TensorSlice, TensorAt]]:
@@ -122,20 +122,20 @@ def _parts(at: TensorAt, shape: Shape, shard: Shard, rank: int) -> Iterator[tupl
 
 def _ranks(folder: Path) -> list[list[Path]]:
     """Return the files of each pipeline stage, in the order of the tensor-parallel ranks."""
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in folder.iterdir():
         match = _FOLDER.fullmatch(path.name)
         if match is not None:
-            found[int(match[2] or 0), int(match[1])] = path / FILE
+            files[int(match[2] or 0), int(match[1])] = path / FILE
         elif path.name.startswith("mp_rank_"):
             raise CheckpointError(f"{path}: expert parallelism is not supported")
-    num_stages, size = (max(x) + 1 for x in zip(*found, strict=True))
-    wanted = [(stage, rank) for stage in range(num_stages) for rank in range(size)]
-    missing = [f"tensor rank {rank}, stage {stage}" for stage, rank in wanted if (stage, rank) not in found]
-    missing += [str(path) for path in found.values() if not path.is_file()]
+    num_stages, size = (max(x) + 1 for x in zip(*files, strict=True))
+    expected = [(stage, rank) for stage in range(num_stages) for rank in range(size)]
+    missing = [f"tensor rank {rank}, stage {stage}" for stage, rank in expected if (stage, rank) not in files]
+    missing += [str(path) for path in files.values() if not path.is_file()]
     if missing:
         raise CheckpointError(problems(f"{folder} is not complete", missing))
-    return [[found[stage, rank] for rank in range(size)] for stage in range(num_stages)]
+    return [[files[stage, rank] for rank in range(size)] for stage in range(num_stages)]
 
 
 def _read(path: Path) -> dict[str, TensorAt]:
@@ -164,7 +164,7 @@ class _Unknown:
     def __setstate__(self, _state: object) -> None: ...
 
 
-class _Unpickler(pickle.Unpickler):
+class _LegacyUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
@@ -175,4 +175,4 @@ class _Unpickler(pickle.Unpickler):
         return _Unknown
 
 
-_PICKLE = types.SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
+_PICKLE = types.SimpleNamespace(Unpickler=_LegacyUnpickler, __name__="pickle")

@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from llava_mcore.convert.io.import_jobs import EntryWrite, Piece
+from llava_mcore.convert.io.import_jobs import EntryWrite, TensorChunk
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.mapping.sharding import Shard
@@ -86,14 +86,14 @@ def planned_weights(
             state[name] = sharded  # a layer's extra state, which is empty here
             continue
         tensors = tuple(sources[x] for x in entry.hf_names)
-        wanted = tensors[0].dtype if dtype is None else dtype
-        meta = {x: _meta(at.shape, wanted) for x, at in zip(entry.hf_names, tensors, strict=True)}
+        target_dtype = tensors[0].dtype if dtype is None else dtype
+        meta = {x: _meta(at.shape, target_dtype) for x, at in zip(entry.hf_names, tensors, strict=True)}
         full = entry.to_megatron(meta)
-        whole = _with_data(sharded, full)
-        origin = _stored_slice(whole, tuple(full.shape)).tensor_slice.start
-        state[name] = [cut for block in whole for cut in _cut(block, entry.shard, tp_size)]
+        blocks = _with_data(sharded, full)
+        origin = _stored_slice(blocks, tuple(full.shape)).tensor_slice.start
+        state[name] = [cut for block in blocks for cut in _cut(block, entry.shard, tp_size)]
         pieces = tuple(_piece(cut, origin) for cut in state[name])
-        writes.append(EntryWrite(entry, tensors, wanted, tuple(full.shape), pieces))
+        writes.append(EntryWrite(entry, tensors, target_dtype, tuple(full.shape), pieces))
     return state, writes
 
 
@@ -107,11 +107,11 @@ def _stored_slice(pieces: list[ShardedTensor], shape: Shape) -> StoredSlice:
     return StoredSlice(pieces[0].key, TensorSlice(origin, (1,) * pieces[0].prepend_axis_num + shape))
 
 
-def _piece(cut: ShardedTensor, origin: Shape) -> Piece:
+def _piece(cut: ShardedTensor, origin: Shape) -> TensorChunk:
     layers = cut.prepend_axis_num
     stored = TensorSlice(tuple(cut.global_offset), (1,) * layers + tuple(cut.local_shape))
     seen = stored.seen_from(origin)
-    return Piece(cut.key, stored.start, stored.size, TensorSlice(seen.start[layers:], seen.size[layers:]))
+    return TensorChunk(cut.key, stored.start, stored.size, TensorSlice(seen.start[layers:], seen.size[layers:]))
 
 
 def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> list[ShardedTensor]:
@@ -121,27 +121,27 @@ def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> l
     return [replace(sharded, data=full, dtype=full.dtype)]
 
 
-def _cut(whole: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor]:
+def _cut(full: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor]:
     """Store one chunk per tensor-parallel rank, so that each rank later reads only its own.
 
     What does not divide stays whole: towers that ranks do not divide.
     """
-    if shard.dim is None or tp_size == 1 or whole.local_shape[shard.dim] % tp_size:
-        return [whole]
-    assert whole.data is not None and whole.axis_fragmentations is not None
-    axis = shard.dim + whole.prepend_axis_num
-    layer_offsets = [(a, whole.global_offset[a], whole.global_shape[a]) for a in range(whole.prepend_axis_num)]
-    fragments = whole.axis_fragmentations[axis] * tp_size
-    first = whole.global_offset[axis] * tp_size // whole.local_shape[shard.dim]
+    if shard.dim is None or tp_size == 1 or full.local_shape[shard.dim] % tp_size:
+        return [full]
+    assert full.data is not None and full.axis_fragmentations is not None
+    axis = shard.dim + full.prepend_axis_num
+    layer_offsets = [(a, full.global_offset[a], full.global_shape[a]) for a in range(full.prepend_axis_num)]
+    fragments = full.axis_fragmentations[axis] * tp_size
+    first = full.global_offset[axis] * tp_size // full.local_shape[shard.dim]
     return [
         ShardedTensor.from_rank_offsets(
-            whole.key,
+            full.key,
             chunk.contiguous(),
             *layer_offsets,
             (axis, first + rank, fragments),
-            replica_id=whole.replica_id,
-            prepend_axis_num=whole.prepend_axis_num,
-            allow_shape_mismatch=whole.allow_shape_mismatch,
+            replica_id=full.replica_id,
+            prepend_axis_num=full.prepend_axis_num,
+            allow_shape_mismatch=full.allow_shape_mismatch,
         )
-        for rank, chunk in enumerate(whole.data.chunk(tp_size, shard.dim))
+        for rank, chunk in enumerate(full.data.chunk(tp_size, shard.dim))
     ]

@@ -126,12 +126,12 @@ def _result(item: WriteItem, path: Path, start: int, length: int) -> WriteResult
 def _files(entries: Iterable[EntryWrite], folder: Path) -> Iterator[FileWrite]:
     """Distribute the entries over files, in order."""
     waiting: list[EntryWrite] = []
-    number, num_bytes = 1, 0
+    index, num_bytes = 1, 0
     for entry in entries:
         waiting.append(entry)
         num_bytes += entry.num_bytes
         if num_bytes >= FILE_BYTES:
-            yield FileWrite(folder / f"__0_{number}.distcp", tuple(waiting))
-            waiting, number, num_bytes = [], number + 1, 0
+            yield FileWrite(folder / f"__0_{index}.distcp", tuple(waiting))
+            waiting, index, num_bytes = [], index + 1, 0
     if waiting:
-        yield FileWrite(folder / f"__0_{number}.distcp", tuple(waiting))
+        yield FileWrite(folder / f"__0_{index}.distcp", tuple(waiting))

@@ -61,20 +61,20 @@ class StoredTensors:
         """Return the dtype of one tensor."""
         return self._tensors[key].properties.dtype
 
-    def parameter(self, key: str, wanted: TensorSlice) -> StoredParameter:
+    def parameter(self, key: str, requested: TensorSlice) -> StoredParameter:
         """Return a slice of one tensor, with the chunks that overlap with it.
 
         Raises:
             CheckpointError: a chunk is stored in a way that only torch.distributed.checkpoint's extensions read.
         """
-        low, high = (wanted.start[0], wanted.start[0] + wanted.size[0]) if wanted.size else (0, 1)
-        found: list[tuple[TensorSlice, Chunk | TensorAt]] = []
+        low, high = (requested.start[0], requested.start[0] + requested.size[0]) if requested.size else (0, 1)
+        chunks: list[tuple[TensorSlice, Chunk | TensorAt]] = []
         for x in self._tensors[key].chunks:
-            if wanted.size and not (x.offsets[0] < high and low < x.offsets[0] + x.sizes[0]):
+            if requested.size and not (x.offsets[0] < high and low < x.offsets[0] + x.sizes[0]):
                 continue  # usually another layer: a stored tensor has a chunk for each
             info = self._storage[MetadataIndex(key, x.offsets)]
             if info.transform_descriptors:
                 raise CheckpointError(f"{self.folder}: {key} is stored with {info.transform_descriptors}")
             path = self.folder / info.relative_path
-            found.append((TensorSlice(tuple(x.offsets), tuple(x.sizes)), Chunk(path, info.offset, info.length)))
-        return StoredParameter(wanted, tuple(found), self.dtype(key))
+            chunks.append((TensorSlice(tuple(x.offsets), tuple(x.sizes)), Chunk(path, info.offset, info.length)))
+        return StoredParameter(requested, tuple(chunks), self.dtype(key))

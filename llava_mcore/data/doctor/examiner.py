@@ -51,11 +51,11 @@ class Finding:
     num_tokens: int = 0
     """Media included; 0 if it could not be tokenized."""
     num_patches: int = 0
-    """Of its pictures, frames and sounds (`MediaPlan.unit`)."""
+    """Patches of its pictures, frames and sounds (`MediaPlan.unit`)."""
     num_trained: int = 0
     num_images: int = 0
     num_frames: tuple[int, ...] = ()
-    """Of each video."""
+    """Frames of each video."""
     num_sounds: int = 0
     num_without_fps: int = 0
     """Videos whose fps is assumed; 0 if the model's tokens and positions do not depend on it."""
@@ -84,32 +84,32 @@ class Examiner:
         self._key = ""
         self.datasets: list[Dataset] = open_datasets(path, self._encoder, self._on_decode_error)
 
-    def examine(self, dataset: int, number: int) -> Finding:
+    def examine(self, dataset: int, index: int) -> Finding:
         """Read, tokenize and decode one sample; does not raise errors that a sample can cause."""
-        shard = self.datasets[dataset].shard_of(number)
-        self._key = f"number {number - shard.first}"
-        blank = Finding(dataset, number, shard.name, self._key)
+        shard = self.datasets[dataset].shard_of(index)
+        self._key = f"number {index - shard.first}"
+        blank = Finding(dataset, index, shard.name, self._key)
         try:
             with self.datasets[dataset].reading():
-                found = self._follow(self.datasets[dataset], blank)
+                finding = self._follow(self.datasets[dataset], blank)
         except SkipSample:
-            found = replace(blank, status="left out")
+            finding = replace(blank, status="left out")
         except DataError as error:  # an error that affects all samples
-            found = replace(blank, status="stop", reasons=(str(error),))
+            finding = replace(blank, status="stop", reasons=(str(error),))
         except READ_ERRORS as error:
-            found = replace(
+            finding = replace(
                 blank, status="stop", reasons=(f"the shard cannot be read: {type(error).__name__}: {error}",)
             )
         skipped = tuple(skip.reason for skip in self._skips.take())
-        if found.status == "left out" and not skipped:
-            return replace(found, key=self._key, status="excluded")
-        return replace(found, key=self._key, reasons=found.reasons + skipped)
+        if finding.status == "left out" and not skipped:
+            return replace(finding, key=self._key, status="excluded")
+        return replace(finding, key=self._key, reasons=finding.reasons + skipped)
 
-    def conversation(self, found: Finding) -> TokenConversation:
+    def conversation(self, finding: Finding) -> TokenConversation:
         """Return the first conversation of a sample that was examined before and can be used."""
-        data = self.datasets[found.dataset]
+        data = self.datasets[finding.dataset]
         with data.reading():
-            return self._encoder.preencode_sample(data.cook(data.read(found.number))).conversations[0]
+            return self._encoder.preencode_sample(data.cook(data.read(finding.number))).conversations[0]
 
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
         raw = data.read(blank.number)
@@ -155,8 +155,8 @@ class Examiner:
         raise SkipSample from error
 
 
-def _sized(found: Finding, tokens: TokenSample) -> Finding:
-    return replace(found, num_tokens=tokens.num_tokens, num_patches=tokens.num_patches)
+def _sized(finding: Finding, tokens: TokenSample) -> Finding:
+    return replace(finding, num_tokens=tokens.num_tokens, num_patches=tokens.num_patches)
 
 
 def _differing(chat: ChatSample, assets: Assets) -> list[str]:
@@ -177,11 +177,11 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
     for conversation in encoded.conversations:
         is_placeholder = np.isin(conversation.input_ids, assets.plan.placeholders)
         names = [name for name, field in assets.plan.fields.items() if field.index_of == "tokens"]
-        wanted = sum(len(item.tokens.values[name]) for item in conversation.media for name in names)
-        if is_placeholder.sum() != wanted:
+        num_features = sum(len(item.tokens.values[name]) for item in conversation.media for name in names)
+        if is_placeholder.sum() != num_features:
             reasons.append(
-                f"{is_placeholder.sum()} placeholders, but {wanted} features of {len(conversation.media)} pictures, "
-                "videos and sounds"
+                f"{is_placeholder.sum()} placeholders, but {num_features} features of {len(conversation.media)} "
+                "pictures, videos and sounds"
             )
         if (conversation.trained & is_placeholder).any():
             reasons.append("the chat template trains the model on the placeholders of a picture, video or sound")
@@ -212,26 +212,26 @@ def _remarks(chat: ChatSample, used: list[TokenConversation], assets: Assets) ->
     """Compare the mask with the answers, if no conversation of a pack was skipped."""
     if len(used) != len(chat.conversations):
         return []
-    found = []
+    remarks = []
     for conversation, tokens in zip(chat.conversations, used, strict=True):
         num_answers = sum(turn.role == "assistant" and turn.trained for turn in conversation.turns)
         begins = tokens.trained & ~np.concatenate([[False], tokens.trained[:-1]])
         num_ends = int((tokens.input_ids[tokens.trained] == assets.eos_token_id).sum())
         if int(begins.sum()) != num_answers or num_ends < num_answers:
-            found.append(f"{num_answers} answers, but {int(begins.sum())} trained spans with {num_ends} EOS")
-    return found
+            remarks.append(f"{num_answers} answers, but {int(begins.sum())} trained spans with {num_ends} EOS")
+    return remarks
 
 
 def _typed(chat: ChatSample, assets: Assets) -> list[str]:
     """Return a remark for each special token in the text, and each mark that is text."""
-    found = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns, c.tools)})
+    tokens = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns, c.tools)})
     is_text = assets.chat.special_tokens_in_text == "text"
-    what = "read as plain text" if is_text else "read as the token"
+    reading = "read as plain text" if is_text else "read as the token"
     return [
         f"its text has {token}, read as plain text: {LITERAL_REASON}"
         if token in assets.chat.literal_marks
-        else f"its text has the special token {token}, {what} (--special-tokens-in-text)"
-        for token in found
+        else f"its text has the special token {token}, {reading} (--special-tokens-in-text)"
+        for token in tokens
     ]
 
 

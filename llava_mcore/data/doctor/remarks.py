@@ -50,19 +50,23 @@ def _unknown_files(leaf: Path, shards: dict[str, int]) -> list[str]:
 
 
 def _split_remarks(leaf: Path, shards: dict[str, int], parts: dict[str, list[str]]) -> list[str]:
-    found = []
+    remarks = []
     file = leaf / META / "split.yaml"
     twice = sorted(name for name, count in Counter(parts[SPLIT]).items() if count > 1)
     if twice:
-        found.append(f"{file}: {_some(twice)} listed more than once in {SPLIT!r}; their samples are repeated as often")
+        remarks.append(
+            f"{file}: {_some(twice)} listed more than once in {SPLIT!r}; their samples are repeated as often"
+        )
     for part in OTHER_PARTS:
         both = sorted(set(parts[SPLIT]) & set(parts[part]))
         if both:
-            found.append(f"{file}: {_some(both)} in both {SPLIT!r} and {part!r}; it would be evaluated on trained data")
+            remarks.append(
+                f"{file}: {_some(both)} in both {SPLIT!r} and {part!r}; it would be evaluated on trained data"
+            )
     left = sorted(shards.keys() - {name for names in parts.values() for name in names})
     if left:
-        found.append(f"{file}: {_some(left)} in none of the parts {SPLIT}, {', '.join(OTHER_PARTS)}")
-    return found
+        remarks.append(f"{file}: {_some(left)} in none of the parts {SPLIT}, {', '.join(OTHER_PARTS)}")
+    return remarks
 
 
 def _cut(leaf: Path, shards: dict[str, int]) -> list[str]:
@@ -83,7 +87,7 @@ def _sqlite(leaf: Path, shards: dict[str, int]) -> list[str]:
         with closing(sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)) as db:
             # An index makes these look-ups fast for any number of samples.
             query = "SELECT MAX(sample_index) FROM samples WHERE tar_file_id = ?"
-            lasts = [db.execute(query, (number,)).fetchone()[0] for number in range(len(shards))]
+            lasts = [db.execute(query, (shard,)).fetchone()[0] for shard in range(len(shards))]
     except sqlite3.Error as error:
         return [f"{file} cannot be read ({error}): samples cannot be looked up by key; prepare the dataset again"]
     counts = [0 if last is None else last + 1 for last in lasts]
@@ -95,6 +99,6 @@ def _sqlite(leaf: Path, shards: dict[str, int]) -> list[str]:
     return [f"{file} does not belong to these shards: {_some(wrong)}; prepare the dataset again"] if wrong else []
 
 
-def _some(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

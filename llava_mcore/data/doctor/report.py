@@ -15,7 +15,7 @@ NUM_BINS = 10
 
 
 @dataclass(frozen=True)
-class Report:
+class DataReport:
     """The results of checking a data path."""
 
     data_path: str
@@ -23,7 +23,7 @@ class Report:
     seq_length: int
     max_media_tokens: int | None
     unit: str
-    """What that counts (`MediaPlan.unit`)."""
+    """The unit of `max_media_tokens` (`MediaPlan.unit`)."""
     packing_buffer_size: int
     max_skip_rate: float
     full: bool
@@ -45,20 +45,20 @@ class Report:
     @property
     def reasons_not_to_train(self) -> list[str]:
         """Return short reasons; empty if there are none."""
-        tally, found = self.tally, []
+        tally, reasons = self.tally, []
         if self.stop:
-            found.append("the dataset is not as it was prepared, or cannot be opened")
+            reasons.append("the dataset is not as it was prepared, or cannot be opened")
         fatal = sum(group.count for group in tally.problems("stop"))
         if fatal:
-            found.append(f"{fatal} samples that would end training")
+            reasons.append(f"{fatal} samples that would end training")
         if tally.num_looked_at and tally.num_left_out >= tally.num_seen:
-            found.append("no sample can be used")
+            reasons.append("no sample can be used")
         elif self.skip_rate > self.max_skip_rate:
-            found.append(
+            reasons.append(
                 f"{tally.num_left_out} of {tally.num_seen} samples would be left out, more than --max-skip-rate "
                 f"{self.max_skip_rate:g}"
             )
-        return found
+        return reasons
 
     @cached_property
     def fill(self) -> float | None:
@@ -135,4 +135,4 @@ class Report:
 
 def _by_number(counts: Counter[int]) -> dict[str, int]:
     """Return counts with keys that JSON has, in their order."""
-    return {str(number): count for number, count in sorted(counts.items())}
+    return {str(key): count for key, count in sorted(counts.items())}

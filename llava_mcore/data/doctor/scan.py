@@ -33,13 +33,13 @@ def choose(datasets: Sequence[Dataset], *, full: bool) -> list[Task]:
     for index, data in enumerate(datasets):
         for shard in data.shards:
             if full or each >= shard.count:
-                numbers: Sequence[int] = range(shard.count)
+                indices: Sequence[int] = range(shard.count)
             elif each == 1:
-                numbers = [int(shard.count * (next(drawn) * GOLDEN % 1))]
+                indices = [int(shard.count * (next(drawn) * GOLDEN % 1))]
             else:  # from the first to the last
-                numbers = [i * (shard.count - 1) // (each - 1) for i in range(each)]
-            found = [shard.first + number for number in numbers]
-            tasks += [(index, tuple(found[i : i + CHUNK])) for i in range(0, len(found), CHUNK)]
+                indices = [i * (shard.count - 1) // (each - 1) for i in range(each)]
+            chosen = [shard.first + index for index in indices]
+            tasks += [(index, tuple(chosen[i : i + CHUNK])) for i in range(0, len(chosen), CHUNK)]
     return tasks
 
 
@@ -59,8 +59,8 @@ def scan(examiner: Examiner, tasks: Sequence[Task], *, num_workers: int, on_find
     )
     try:
         for findings in loader:
-            for found in findings:
-                on_finding(found)
+            for finding in findings:
+                on_finding(finding)
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -76,8 +76,8 @@ class _Tasks(TorchDataset[list[Finding]]):
         return len(self.tasks)
 
     def __getitem__(self, index: int) -> list[Finding]:
-        dataset, numbers = self.tasks[index]
-        return [self.examiner.examine(dataset, number) for number in numbers]
+        dataset, indices = self.tasks[index]
+        return [self.examiner.examine(dataset, index) for index in indices]
 
 
 def _unchanged(findings: list[Finding]) -> list[Finding]:

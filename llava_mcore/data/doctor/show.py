@@ -41,8 +41,8 @@ def _marked(ids: list[int], marks: list[bool], assets: Assets, *, colored: bool)
             text.append(f"<{name} \N{MULTIPLICATION SIGN}{end - start}>", MEDIA_STYLE)
         else:
             piece = _decode(ids, start, end, assets)
-            shown = piece if colored or not trained else f"«{piece}»"
-            text.append(shown, TRAINED_STYLE if trained else "")
+            piece_text = piece if colored or not trained else f"«{piece}»"
+            text.append(piece_text, TRAINED_STYLE if trained else "")
         start = end
     return text
 

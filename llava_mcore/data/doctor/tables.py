@@ -7,7 +7,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from llava_mcore.data.doctor.report import NUM_BINS, Report
+from llava_mcore.data.doctor.report import NUM_BINS, DataReport
 from llava_mcore.data.doctor.tally import Group, bins
 from llava_mcore.models.media import DEFAULT_FPS
 
@@ -17,7 +17,7 @@ MOST_NAMES = 20
 LEVELS = {"stop": "would end training", "left out": "would be left out"}
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: DataReport, console: Console) -> None:
     """Print datasets, lengths and problems; the last line says whether to train."""
     tally = report.tally
     if tally.num_looked_at:
@@ -51,7 +51,7 @@ def _line(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_datasets(report: Report, console: Console) -> None:
+def _print_datasets(report: DataReport, console: Console) -> None:
     tally = report.tally
     looked = "every sample" if report.full else "a choice from every shard"
     rate = tally.num_looked_at / max(report.seconds, 1e-9)
@@ -77,16 +77,16 @@ def _print_datasets(report: Report, console: Console) -> None:
     console.print(table)
 
 
-def _print_lengths(report: Report, console: Console) -> None:
+def _print_lengths(report: DataReport, console: Console) -> None:
     tally = report.tally
     if not tally.lengths:
         return
     quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles().items())
     _line(console, f"\ntokens per sample, media included: {quantiles}")
-    found = bins(tally.lengths, NUM_BINS)
-    most = max(count for _, _, count in found)
-    width = len(str(found[-1][1]))
-    for first, last, count in found:
+    ranges = bins(tally.lengths, NUM_BINS)
+    most = max(count for _, _, count in ranges)
+    width = len(str(ranges[-1][1]))
+    for first, last, count in ranges:
         bar = "█" * -(-count * BAR // most) + " " if count else ""
         _line(console, f"  {first:>{width}} to {last:>{width}} {bar}{count}")
     if any(tally.patches):
@@ -109,7 +109,7 @@ def _print_lengths(report: Report, console: Console) -> None:
     _line(console, "")
 
 
-def _print_fill(report: Report, console: Console) -> None:
+def _print_fill(report: DataReport, console: Console) -> None:
     if report.fill is None:
         return
     budget = report.max_media_tokens
@@ -122,13 +122,13 @@ def _print_fill(report: Report, console: Console) -> None:
 
 
 def _listed(counts: Counter[int]) -> str:
-    return ", ".join(f"{number}: {count}" for number, count in sorted(counts.items()))
+    return ", ".join(f"{value}: {count}" for value, count in sorted(counts.items()))
 
 
 def _epoch_in_words(epoch: dict[str, int]) -> str:
     """Videos and sounds are only mentioned where there are some."""
-    said = {name: number for name, number in epoch.items() if number or name not in ("videos", "frames", "sounds")}
-    return ", ".join(f"{number:,} {name}" for name, number in said.items())
+    said = {name: count for name, count in epoch.items() if count or name not in ("videos", "frames", "sounds")}
+    return ", ".join(f"{count:,} {name}" for name, count in said.items())
 
 
 def _print_group(group: Group, console: Console) -> None:
@@ -142,7 +142,7 @@ def _print_group(group: Group, console: Console) -> None:
         _line(console, f"    and {group.count - len(group.examples)} more")
 
 
-def _print_verdict(report: Report, console: Console) -> None:
+def _print_verdict(report: DataReport, console: Console) -> None:
     against = report.reasons_not_to_train
     if against:
         _line(console, f"do not train: {'; '.join(against)}", style="bold red")

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from llava_mcore.data.doctor.examiner import Finding
-from llava_mcore.data.packing.best_fit import LEVELS, Media, levels_of, online_fill
+from llava_mcore.data.packing.best_fit import LEVELS, PatchBudget, levels_of, online_fill
 
 EXAMPLES = 3
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -92,46 +92,46 @@ class Tally:
     examples: list[Finding] = field(default_factory=list)
     """The first samples without any problem, for showing."""
 
-    def add(self, found: Finding, *, num_examples: int) -> None:
+    def add(self, finding: Finding, *, num_examples: int) -> None:
         """Count one sample; keep it if it is among the first num_examples without a problem."""
-        data = self.datasets[found.dataset]
+        data = self.datasets[finding.dataset]
         self.num_looked_at += 1
-        if found.status == "excluded":
+        if finding.status == "excluded":
             data.num_excluded += 1
             return
-        level = "stop" if found.status == "stop" else "left out"
-        for level_, reasons in ((level, found.reasons), ("remark", found.remarks)):
+        level = "stop" if finding.status == "stop" else "left out"
+        for level_, reasons in ((level, finding.reasons), ("remark", finding.remarks)):
             for reason in reasons:
-                self._note(level_, reason, found)
-        data.num_seen += found.num_conversations
-        data.num_left_out += len(found.reasons)
-        if found.num_tokens:
-            self.lengths[found.num_tokens] += 1
-            self.patches[found.num_patches] += 1
-            steps = 0 if self.most_patches is None else levels_of(found.num_patches, self.most_patches)
-            self.sizes[found.num_tokens, steps] += 1
-        if found.status != "used":
+                self._note(level_, reason, finding)
+        data.num_seen += finding.num_conversations
+        data.num_left_out += len(finding.reasons)
+        if finding.num_tokens:
+            self.lengths[finding.num_tokens] += 1
+            self.patches[finding.num_patches] += 1
+            steps = 0 if self.most_patches is None else levels_of(finding.num_patches, self.most_patches)
+            self.sizes[finding.num_tokens, steps] += 1
+        if finding.status != "used":
             return
-        self.num_packs += found.num_conversations > 1
-        self.images[found.num_images] += 1
-        self.videos[len(found.num_frames)] += 1
-        self.frames.update(found.num_frames)
-        self.num_without_fps += found.num_without_fps
-        self.sounds[found.num_sounds] += 1
-        self.unused.update(found.unused)
-        data.num_tokens += found.num_tokens
-        data.num_images += found.num_images
-        data.num_videos += len(found.num_frames)
-        data.num_frames += sum(found.num_frames)
-        data.num_sounds += found.num_sounds
-        if len(self.examples) < num_examples and not found.reasons and not found.remarks:
-            self.examples.append(found)
+        self.num_packs += finding.num_conversations > 1
+        self.images[finding.num_images] += 1
+        self.videos[len(finding.num_frames)] += 1
+        self.frames.update(finding.num_frames)
+        self.num_without_fps += finding.num_without_fps
+        self.sounds[finding.num_sounds] += 1
+        self.unused.update(finding.unused)
+        data.num_tokens += finding.num_tokens
+        data.num_images += finding.num_images
+        data.num_videos += len(finding.num_frames)
+        data.num_frames += sum(finding.num_frames)
+        data.num_sounds += finding.num_sounds
+        if len(self.examples) < num_examples and not finding.reasons and not finding.remarks:
+            self.examples.append(finding)
 
-    def _note(self, level: str, reason: str, found: Finding) -> None:
+    def _note(self, level: str, reason: str, finding: Finding) -> None:
         group = self.groups.setdefault((level, VALUES.sub("…", reason)), Group(level, reason))
         group.count += 1
         if len(group.examples) < EXAMPLES:
-            group.examples.append((self.datasets[found.dataset].path, found.shard, found.key))
+            group.examples.append((self.datasets[finding.dataset].path, finding.shard, finding.key))
 
     @property
     def num_seen(self) -> int:
@@ -150,24 +150,24 @@ class Tally:
 
 def quantile(counts: Counter[int], part: float) -> int:
     """Return the smallest value that at least this fraction of all do not exceed; 0 if there are none."""
-    wanted, seen = part * counts.total(), 0
+    target, seen = part * counts.total(), 0
     for value in sorted(counts):
         seen += counts[value]
-        if seen >= wanted:
+        if seen >= target:
             return value
     return 0
 
 
-def bins(counts: Counter[int], number: int) -> list[tuple[int, int, int]]:
-    """Return (first, last, count) of `number` ranges of equal width over all values, including empty ones."""
+def bins(counts: Counter[int], num_bins: int) -> list[tuple[int, int, int]]:
+    """Return (first, last, count) of `num_bins` ranges of equal width over all values, including empty ones."""
     if not counts:
         return []
     low, high = min(counts), max(counts)
-    width = max(1, -(-(high - low + 1) // number))
-    found = [0] * -(-(high - low + 1) // width)
+    width = max(1, -(-(high - low + 1) // num_bins))
+    totals = [0] * -(-(high - low + 1) // width)
     for value, count in counts.items():
-        found[(value - low) // width] += count
-    return [(low + i * width, low + (i + 1) * width - 1, count) for i, count in enumerate(found)]
+        totals[(value - low) // width] += count
+    return [(low + i * width, low + (i + 1) * width - 1, count) for i, count in enumerate(totals)]
 
 
 def fitting(sizes: Counter[tuple[int, int]], seq_length: int) -> Counter[tuple[int, int]]:
@@ -188,5 +188,5 @@ def expected_fill(sizes: Counter[tuple[int, int]], seq_length: int, buffer_size:
         return None
     values = sorted(usable)
     drawn = random.Random(0).choices(values, [usable[value] for value in values], k=DRAWN)
-    media = Media([steps for _, steps in drawn], LEVELS)
+    media = PatchBudget([steps for _, steps in drawn], LEVELS)
     return online_fill([length for length, _ in drawn], seq_length, buffer_size, media)

@@ -63,7 +63,7 @@ class Assets:
     """Language of the prompts for data without questions (data.prompts)."""
     limits: Limits = LIMITS
     pixels: PixelRange = field(default_factory=PixelRange)
-    """What pictures are resized to; empty for classes that do not resize to a range of areas."""
+    """The range of areas that pictures are resized to; empty for classes that do not resize to one."""
     video_pixels: PixelRange = field(default_factory=PixelRange)
     """The same for frames of videos; empty too if there is no video processor."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -104,21 +104,21 @@ def load_assets(
     Raises:
         DataError: lists everything that is missing or does not match.
     """
-    found: list[str] = []
+    errors: list[str] = []
     folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
     refuse_odd_files(folders)
-    config = _load_config(folders[-1], found)
-    tokenizer = _load_tokenizer(hf_dir, found)
+    config = _load_config(folders[-1], errors)
+    tokenizer = _load_tokenizer(hf_dir, errors)
     if tokenizer is not None:
-        choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, found)
-    choice = _choose_template(tokenizer, folders, chat_template, lang, found)
-    processors = load_processors(folders, config, tokenizer, pixels, video_pixels, found)
-    plan = None if config is None else media_plan(folders, config, tokenizer, processors, found)
-    preprocessor = media_preprocessor(processors, config, plan, limits, found)
-    token = None if tokenizer is None else check_tokenizer(tokenizer, config, found)
-    _check_image_token(config, image_token_id, found)
-    if found:
-        raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", found))
+        choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, errors)
+    choice = _choose_template(tokenizer, folders, chat_template, lang, errors)
+    processors = load_processors(folders, config, tokenizer, pixels, video_pixels, errors)
+    plan = None if config is None else media_plan(folders, config, tokenizer, processors, errors)
+    preprocessor = media_preprocessor(processors, config, plan, limits, errors)
+    token = None if tokenizer is None else check_tokenizer(tokenizer, config, errors)
+    _check_image_token(config, image_token_id, errors)
+    if errors:
+        raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", errors))
     assert config is not None and tokenizer is not None and choice is not None and preprocessor is not None
     assert plan is not None and token is not None
     chat = _chat_format(hf_dir, tokenizer, choice, plan, special_tokens_in_text, _placeholders(token, plan, processors))
@@ -137,9 +137,9 @@ def load_assets(
     )
 
 
-def _check_image_token(config: PretrainedConfig | None, image_token_id: int | None, found: list[str]) -> None:
+def _check_image_token(config: PretrainedConfig | None, image_token_id: int | None, errors: list[str]) -> None:
     if config is not None and not architecture_of(config).takes_images and image_token_id is not None:
-        found.append(f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it")
+        errors.append(f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it")
 
 
 def _placeholders(image_token: str, plan: MediaPlan, processors: Processors) -> dict[str, Any]:
@@ -188,29 +188,29 @@ def _choose_template(
     folders: list[Path],
     chat_template: str | None,
     lang: Lang | None,
-    found: list[str],
+    errors: list[str],
 ) -> TemplateChoice | None:
     if tokenizer is None:
         return None
     try:
         return choose_template(tokenizer, folders, chat_template=chat_template, lang=lang)
     except LlavaMcoreError as error:
-        found.append(str(error))
+        errors.append(str(error))
         return None
 
 
 def refuse_odd_files(folders: Sequence[Path]) -> None:
     """Raise DataError for files whose reading would block or never end."""
-    found = []
+    errors = []
     for file in (folder / name for folder in folders for name in ASSET_FILES):
         if not file.exists():
             continue
         if not file.is_file():
-            found.append(f"{file} is {kind_of(file.stat().st_mode)}, not a regular file")
+            errors.append(f"{file} is {kind_of(file.stat().st_mode)}, not a regular file")
         elif file.stat().st_size > MOST_BYTES:
-            found.append(f"{file} has {file.stat().st_size} bytes; the limit is {MOST_BYTES}")
-    if found:
-        raise DataError(problems(f"{folders[0]} cannot prepare conversations for the model", found))
+            errors.append(f"{file} has {file.stat().st_size} bytes; the limit is {MOST_BYTES}")
+    if errors:
+        raise DataError(problems(f"{folders[0]} cannot prepare conversations for the model", errors))
 
 
 def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
@@ -227,11 +227,11 @@ def _log_choice(choice: TemplateChoice, chat: ChatFormat) -> None:
         )
 
 
-def _load_config(folder: Path, found: list[str]) -> PretrainedConfig | None:
+def _load_config(folder: Path, errors: list[str]) -> PretrainedConfig | None:
     try:
         return load_hf_config(folder)
     except ConversionError as error:
-        found.append(str(error))
+        errors.append(str(error))
         return None
 
 
@@ -248,10 +248,10 @@ def require_same_tokenizer(folder: Path, tokenizer_dir: Path) -> None:
     """
     if all(_content(folder / name) == _content(tokenizer_dir / name) for name in _VOCABULARIES):
         return  # also if config.json lets transformers choose other classes for the two folders
-    found: list[str] = []
-    before, now = (_load_tokenizer(x, found) for x in (folder, tokenizer_dir))
-    if found:
-        raise DataError(problems("the tokenizer cannot be compared with the checkpoint's", found))
+    errors: list[str] = []
+    before, now = (_load_tokenizer(x, errors) for x in (folder, tokenizer_dir))
+    if errors:
+        raise DataError(problems("the tokenizer cannot be compared with the checkpoint's", errors))
     assert before is not None and now is not None
     if before.backend_tokenizer.to_str() != now.backend_tokenizer.to_str():
         raise CheckpointError(
@@ -265,16 +265,16 @@ def _content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _load_tokenizer(folder: Path, found: list[str]) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(folder: Path, errors: list[str]) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        found.append(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)}; see --tokenizer-load-dir")
+        errors.append(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)}; see --tokenizer-load-dir")
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except LOAD_ERRORS as error:
-        found.append(f"the tokenizer in {folder} cannot be loaded: {why_not_loaded(error)}")
+        errors.append(f"the tokenizer in {folder} cannot be loaded: {why_not_loaded(error)}")
         return None
     if not tokenizer.is_fast:
-        found.append(f"{type(tokenizer).__name__} in {folder} does not support offsets; save it with a tokenizer.json")
+        errors.append(f"{type(tokenizer).__name__} in {folder} does not support offsets; save it with a tokenizer.json")
         return None
     return tokenizer

@@ -82,9 +82,9 @@ class ChatFormat(ChatText):
 
     def _check_tokens(self) -> None:
         """Check that special tokens are tokens, and that the tokenizer appends nothing to texts."""
-        found = self.tokens(self._probe(), {self._main_mark: 1})
+        tokens = self.tokens(self._probe(), {self._main_mark: 1})
         eos_id = self._encoder.token_to_id(self.eos_token)
-        if eos_id not in found.ids[found.trained]:
+        if eos_id not in tokens.ids[tokens.trained]:
             raise DataError(f"the tokenizer does not turn {self.eos_token} after an answer into its EOS id {eos_id}")
         if self._adds_special_tokens(self.render(self._probe())):
             added = self._encoder.encode("a", add_special_tokens=True)
@@ -164,10 +164,10 @@ class ChatFormat(ChatText):
         encoding = encode(text, add_special_tokens=self._adds_special_tokens(text))
         ids = np.asarray(encoding.ids, dtype=np.int64)
         for mark, token_id in self.media_ids.items():
-            left, number = int((ids == token_id).sum()), media.get(mark, 0)
-            if left != number:
+            left, expected = int((ids == token_id).sum()), media.get(mark, 0)
+            if left != expected:
                 token = self._media_tokens[mark]
-                raise DataError(f"the chat template leaves {left} of {number} {token}: {text!r:.2000}")
+                raise DataError(f"the chat template leaves {left} of {expected} {token}: {text!r:.2000}")
         return encoding, ids, np.isin(ids, [*self.media_ids.values(), *self._mark_ids])
 
     def typed_in(self, turns: Sequence[Turn], tools: Tools = ()) -> tuple[str, ...]:

@@ -90,17 +90,17 @@ def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None)
 
 
 def _question(question: Any, sample: dict[str, Any], media: SampleMedia, *, has_pool: bool) -> Conversation:
-    whole = _conversation((), media)
-    for mark, number in whole.num_media.items():
-        if number > 1:
-            raise DataError(f'with "question", at most one {NAMES[mark]} is allowed, found {number}')
+    conversation = _conversation((), media)
+    for mark, count in conversation.num_media.items():
+        if count > 1:
+            raise DataError(f'with "question", at most one {NAMES[mark]} is allowed, found {count}')
     if "txt" not in sample:
         raise DataError("a part .txt with the answer is needed")
-    turns = vqa_turns(question, sample["txt"], _marks_of(whole), has_pool=has_pool)
+    turns = vqa_turns(question, sample["txt"], _marks_of(conversation), has_pool=has_pool)
     ROW.check(sample["json"])
     turns = complete(turns, sample["json"])
     check_order(turns)
-    return replace(whole, turns=turns, tools=tools_of(sample["json"]))
+    return replace(conversation, turns=turns, tools=tools_of(sample["json"]))
 
 
 def _conversation(
@@ -111,7 +111,7 @@ def _conversation(
 
 def _marks_of(conversation: Conversation) -> tuple[str, ...]:
     """Return a mark for each of its pictures, videos and sounds."""
-    return tuple(mark for mark, number in conversation.num_media.items() for _ in range(number))
+    return tuple(mark for mark, count in conversation.num_media.items() for _ in range(count))
 
 
 def _share_media(members: Any, media: SampleMedia, *, has_pool: bool) -> tuple[Conversation, ...]:
@@ -123,12 +123,12 @@ def _share_media(members: Any, media: SampleMedia, *, has_pool: bool) -> tuple[C
         turns = chat_turns(member.get("messages"), has_pool=has_pool, row=member)
         if has_pool and len(members) == 1:
             turns = _place_media(turns, _marks_of(_conversation(turns, media)))
-        first, done = done, {mark: number + count_marks(turns, mark) for mark, number in done.items()}
+        first, done = done, {mark: count + count_marks(turns, mark) for mark, count in done.items()}
         images, videos, audios = (slice(first[mark], done[mark]) for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
-        own = SampleMedia(media.images[images], media.videos[videos], media.audios[audios])
+        own_media = SampleMedia(media.images[images], media.videos[videos], media.audios[audios])
         # With a pool the text of a question is not known before training.
         tokens = None if has_pool else member.get(TOKENS_KEY)
-        conversations.append(_conversation(turns, own, tokens, tools_of(member)))
+        conversations.append(_conversation(turns, own_media, tokens, tools_of(member)))
     said = [turn for conversation in conversations for turn in conversation.turns]
     num_media = _conversation((), media).num_media
     # Where there are none, it depends on the model whether a mark is text: the tokenizer checks that.
@@ -168,7 +168,7 @@ def chat_turns(messages: Any, *, has_pool: bool = False, row: Mapping[str, Any] 
     if not isinstance(messages, list) or not messages:
         raise DataError(f'"messages" must be a non-empty list, found {_kind(messages)}')
     ROW.check(row or {})
-    turns = list(complete([_chat_turn(number, message) for number, message in enumerate(messages)], row or {}))
+    turns = list(complete([_chat_turn(index, message) for index, message in enumerate(messages)], row or {}))
     start = 1 if turns and turns[0].role == "system" else 0
     if has_pool and turns[start:] and turns[start].role == "assistant":
         turns.insert(start, Turn("user", ""))
@@ -178,8 +178,8 @@ def chat_turns(messages: Any, *, has_pool: bool = False, row: Mapping[str, Any] 
     return tuple(turns)
 
 
-def _chat_turn(number: int, message: Any) -> Turn:
-    where = f"message {number}"
+def _chat_turn(index: int, message: Any) -> Turn:
+    where = f"message {index}"
     if not isinstance(message, dict):
         raise DataError(f'{where} must have a "role" and a text as "content", found {message!r:.200}')
     role = role_of(message.get("role"))

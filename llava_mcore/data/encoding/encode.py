@@ -48,8 +48,8 @@ def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConve
 def check_media(conversation: Conversation, assets: Assets) -> None:
     """Raise DataError for media that cannot be used, and for too many pictures, frames or sounds."""
     limits, frames = assets.limits, conversation.frames
-    for mark, number in conversation.num_media.items():
-        if number and mark in assets.refused:
+    for mark, count in conversation.num_media.items():
+        if count and mark in assets.refused:
             raise DataError(f"it has a {NAMES[mark]}, but {assets.refused[mark]}")
     if len(frames) > limits.frames:
         raise DataError(f"its videos have {len(frames)} frames; the limit is {limits.frames} (max_frames)")
@@ -67,9 +67,9 @@ def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: 
     images = zip(conversation.images, media_tokens(conversation.images, plan, most_pixels), strict=True)
     videos = zip(conversation.videos, video_tokens(conversation.videos, plan, most_pixels), strict=True)
     audios = zip(conversation.audios, audio_tokens(conversation.audios, plan), strict=True)
-    found: list[tuple[bytes | Video | Sound, MediaTokens]] = in_order(text.ids, [*images], [*videos], [*audios], plan)
-    tokens = expand(text, plan.placeholders, [item for _, item in found])
-    placed = (MediaSpan(data, int(start), item) for (data, item), start in zip(found, tokens.starts, strict=True))
+    ordered: list[tuple[bytes | Video | Sound, MediaTokens]] = in_order(text.ids, [*images], [*videos], [*audios], plan)
+    tokens = expand(text, plan.placeholders, [item for _, item in ordered])
+    placed = (MediaSpan(data, int(start), item) for (data, item), start in zip(ordered, tokens.starts, strict=True))
     return TokenConversation(key, tokens.input_ids, tokens.trained, tuple(placed), truncated=False, typed=tokens.typed)
 
 
@@ -85,9 +85,9 @@ def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | No
         return None
     tokens = from_json(conversation.tokens)
     for mark, token_id in assets.chat.media_ids.items():
-        number = conversation.num_media[mark]
-        if np.count_nonzero(tokens.ids == token_id) != number:
-            raise DataError(f"its {TOKENS_KEY} are not those of {number} {NAMES[mark]}s; prepare the data again")
+        count = conversation.num_media[mark]
+        if np.count_nonzero(tokens.ids == token_id) != count:
+            raise DataError(f"its {TOKENS_KEY} are not those of {count} {NAMES[mark]}s; prepare the data again")
     return tokens
 
 
@@ -117,12 +117,12 @@ def fit(
         raised.append("data.max_media_tokens")
     if not over:
         return tokens
-    found = f"the sample has {'; and '.join(over)}"
+    excess = f"the sample has {'; and '.join(over)}"
     if not truncate:
-        raise TooLongError(f"{found}; raise {' and '.join(raised)}, or choose --on-too-long drop or truncate")
+        raise TooLongError(f"{excess}; raise {' and '.join(raised)}, or choose --on-too-long drop or truncate")
     shorter = cut(tokens, seq_length, most_patches)
     if not shorter.trained.any():
-        raise TooLongError(f"{found}; if it is truncated, nothing to train on is left")
+        raise TooLongError(f"{excess}; if it is truncated, nothing to train on is left")
     return shorter
 
 
@@ -136,7 +136,9 @@ def cut(tokens: TokenConversation, seq_length: int, most_patches: int | None = N
         lambda pair: pair[0].end <= seq_length and (most_patches is None or pair[1] <= most_patches),
         zip(tokens.media, patches, strict=True),
     )
-    whole = tuple(item for item, _ in fitting)
-    left_out = tokens.media[len(whole) :]
+    complete = tuple(item for item, _ in fitting)
+    left_out = tokens.media[len(complete) :]
     end = min(seq_length, left_out[0].start) if left_out else seq_length
-    return replace(tokens, input_ids=tokens.input_ids[:end], trained=tokens.trained[:end], media=whole, truncated=True)
+    return replace(
+        tokens, input_ids=tokens.input_ids[:end], trained=tokens.trained[:end], media=complete, truncated=True
+    )

@@ -25,13 +25,13 @@ from llava_mcore.data.encoding.picture_header import (
 from llava_mcore.errors import DataError
 
 SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
-"""Of a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
+"""Headers in a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
 START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
 """JFIF, comment, and tables. EXIF and XMP may rotate the picture, and Adobe's segment may define other colors."""
 
 ToRgb = Callable[[Image.Image], Image.Image]
-"""What makes a decoded picture RGB, and decides what is seen where it is transparent."""
+"""Makes a decoded picture RGB, and decides what is seen where it is transparent."""
 
 
 def on_white(image: Image.Image) -> Image.Image:

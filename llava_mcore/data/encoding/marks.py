@@ -13,7 +13,7 @@ from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 
 TYPES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "audio"}
-"""Of typed parts, as Hugging Face's chat templates call them."""
+"""Types of content parts, as Hugging Face's chat templates call them."""
 NAMES = {IMAGE_MARK: "picture", VIDEO_MARK: "video", AUDIO_MARK: "sound"}
 """For messages."""
 LITERAL_REASON = "the model takes no such media"
@@ -60,6 +60,6 @@ def check_marks(turns: Iterable[Turn], media: Mapping[str, int], literal: Collec
     """
     turns = list(turns)
     for mark, name in NAMES.items():
-        marks, number = count_marks(turns, mark), media.get(mark, 0)
-        if marks != number and (number or mark not in literal):
-            raise DataError(f"{marks} {mark} in the conversation, but {number} {name}s")
+        marks, expected = count_marks(turns, mark), media.get(mark, 0)
+        if marks != expected and (expected or mark not in literal):
+            raise DataError(f"{marks} {mark} in the conversation, but {expected} {name}s")

@@ -64,7 +64,7 @@ class PictureFormatError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class PictureHeader:
-    """What is known of a picture without decoding it."""
+    """The properties of a picture that are known without decoding it."""
 
     format: str
     """Pillow's name."""

@@ -23,16 +23,16 @@ OF_VIDEOS, VIDEO_SECTION = "video_preprocessor_config.json", "video_processor"
 
 @dataclass(frozen=True, slots=True)
 class Ranged:
-    """What is resized to a range: its flags, its processor, and where a folder has that processor's settings."""
+    """Pictures or frames, resized to a range: their flags, their processor, and where a folder has its settings."""
 
     name: str
     flags: tuple[str, str]
     processor: str
     section: str
-    """Of `NESTED`."""
+    """Section of `NESTED`."""
     file: str
 
-    def given(self, pixels: PixelRange) -> str:
+    def typed_flags(self, pixels: PixelRange) -> str:
         """Return the flags that were given, with their values."""
         values = zip(self.flags, (pixels.smallest, pixels.largest), strict=True)
         return " and ".join(f"{flag} {value}" for flag, value in values if value is not None)
@@ -51,14 +51,14 @@ def set_pixel_range(
     """Change a processor's range; return what is wrong, after which the processor is as it was."""
     if pixels == PixelRange():
         return []
-    flags, architecture = of.given(pixels), architecture_of(config)
+    flags, architecture = of.typed_flags(pixels), architecture_of(config)
     if not architecture.resizes_to_range:
         return [
             f"{flags} cannot be used: {architecture.model_class.__name__} does not resize {of.name} to a range of "
             "areas; omit it"
         ]
-    own = pixel_range_of(processor, config)
-    smallest, largest = pixels.smallest or own.smallest, pixels.largest or own.largest
+    current = pixel_range_of(processor, config)
+    smallest, largest = pixels.smallest or current.smallest, pixels.largest or current.largest
     if smallest is None or largest is None:
         return [f"{flags} cannot be used: the size of the {of.processor} is {processor.size}, not a range; correct it"]
     name, token = of.name, (processor.patch_size * processor.merge_size) ** 2
@@ -79,8 +79,8 @@ def range_problems(
     """Return what is wrong with a processor's own range."""
     if not architecture_of(config).resizes_to_range:
         return []
-    own = pixel_range_of(processor, config)
-    for value in (own.smallest, own.largest):
+    current = pixel_range_of(processor, config)
+    for value in (current.smallest, current.largest):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return [
                 f"the {of.processor}'s size is {processor.size}, expected shortest_edge and longest_edge, whole "
@@ -103,11 +103,11 @@ def write_pixel_range(folder: Path, pixels: PixelRange, of: Ranged = PICTURES) -
         shutil.copy(folder / OWN, folder / OF_VIDEOS)  # pictures and videos had the same limits, and no longer do
     for name in (NESTED, of.file):
         path = folder / name
-        whole = read_object(path, CheckpointError) if path.is_file() else {}
-        settings = whole.get(of.section, {}) if name == NESTED else whole
+        content = read_object(path, CheckpointError) if path.is_file() else {}
+        settings = content.get(of.section, {}) if name == NESTED else content
         if not settings:
             continue
         for override in ("min_pixels", "max_pixels"):  # in older files; transformers prefers them to the size
             settings.pop(override, None)
         settings["size"] = {"shortest_edge": pixels.smallest, "longest_edge": pixels.largest}
-        path.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

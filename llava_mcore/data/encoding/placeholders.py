@@ -36,25 +36,26 @@ def video_tokens(videos: Sequence[Video], plan: MediaPlan, most_pixels: int) -> 
     """
     if not videos:
         return []
-    return plan.video_tokens([video_shape(video, number, most_pixels) for number, video in enumerate(videos)])
+    return plan.video_tokens([video_shape(video, index, most_pixels) for index, video in enumerate(videos)])
 
 
-def video_shape(video: Video, number: int = 0, most_pixels: int = LIMITS.picture_pixels) -> VideoShape:
-    """Return the shape that determines a video's tokens. DataError like `video_tokens`; `number` is for the message."""
+def video_shape(video: Video, video_index: int = 0, most_pixels: int = LIMITS.picture_pixels) -> VideoShape:
+    """Return the shape that determines a video's tokens. DataError like `video_tokens`; `video_index`: for
+    messages."""
     first: Size | None = None
     for index, frame in enumerate(video.frames):
         try:
             size = picture_size(frame, most_pixels)
         except DataError as error:
-            raise DataError(f"video {number}, frame {index}: {error}") from error
+            raise DataError(f"video {video_index}, frame {index}: {error}") from error
         first = first or size
         if size != first:
             raise DataError(
-                f"video {number}: frame {index} has {size[1]} x {size[0]} pixels, but the first one has "
+                f"video {video_index}: frame {index} has {size[1]} x {size[0]} pixels, but the first one has "
                 f"{first[1]} x {first[0]}; frames of a video must have one size"
             )
     if first is None:
-        raise DataError(f"video {number} has no frames")
+        raise DataError(f"video {video_index} has no frames")
     return VideoShape(len(video.frames), *first, video.fps)
 
 

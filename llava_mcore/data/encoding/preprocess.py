@@ -35,7 +35,7 @@ class MediaPreprocessor(Protocol):
     """Encoded media -> rows of PIXEL_VALUES."""
 
     pixel_scale: Tensor
-    """What normalizes the rows on the device (see `pixels.normalize`); empty if they are normalized."""
+    """Normalizes the rows on the device (see `pixels.normalize`); empty if they are normalized."""
 
     @property
     def num_bytes(self) -> int:
@@ -49,19 +49,19 @@ class MediaPreprocessor(Protocol):
 
 
 def settings_of(
-    what: str, processor: BaseImageProcessor | BaseVideoProcessor | SequenceFeatureExtractor
+    prefix: str, processor: BaseImageProcessor | BaseVideoProcessor | SequenceFeatureExtractor
 ) -> dict[str, Any]:
     """Return a processor's settings as plain values, by the names that messages give them.
 
     Args:
-        what: the processor, in messages.
+        prefix: the processor, in messages.
     """
     settings: dict[str, Any] = json.loads(processor.to_json_string())
     name = type(processor).__name__
     for backend in _BACKENDS:
         name = name.removesuffix(backend)
-    shown = {key: value for key, value in settings.items() if key != "processor_class" and not key.endswith("_type")}
-    return {f"{what}: {key}": value for key, value in (shown | {"class": name}).items()}
+    compared = {key: value for key, value in settings.items() if key != "processor_class" and not key.endswith("_type")}
+    return {f"{prefix}: {key}": value for key, value in (compared | {"class": name}).items()}
 
 
 class ImagePreprocessor:
@@ -95,10 +95,10 @@ class ImagePreprocessor:
         self.pixel_scale = NO_SCALE
         probe = noise(pixel_shape[-1] + 17, pixel_shape[-1] // 2 + 5)
         expected = self._process([probe])
-        found = tuple(expected.shape[1:])
-        if found != pixel_shape:
+        shape = tuple(expected.shape[1:])
+        if shape != pixel_shape:
             raise DataError(
-                f"the image processor makes pictures of {' x '.join(map(str, found))}, but the vision tower takes "
+                f"the image processor makes pictures of {' x '.join(map(str, shape))}, but the vision tower takes "
                 f"{' x '.join(map(str, pixel_shape))}; correct size and crop_size in the processor's configuration"
             )
         of_video = self._try_video(probe)
@@ -158,14 +158,14 @@ class ImagePreprocessor:
         if self.videos is None:
             return None
         try:
-            found = self._process_video(_still(probe))
+            patches = self._process_video(_still(probe))
         except (*PROCESSOR_ERRORS, DataError) as error:
             self.no_videos = f"the video processor cannot be used: {error}"
         else:
-            if tuple(found.shape[1:]) == self.pixel_shape:
-                return found
+            if tuple(patches.shape[1:]) == self.pixel_shape:
+                return patches
             self.no_videos = (
-                f"the video processor makes frames of {' x '.join(map(str, found.shape[1:]))}, and the vision tower "
+                f"the video processor makes frames of {' x '.join(map(str, patches.shape[1:]))}, and the vision tower "
                 f"takes {' x '.join(map(str, self.pixel_shape))}; correct the size in its configuration"
             )
         self.videos = None

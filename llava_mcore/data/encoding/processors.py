@@ -42,7 +42,7 @@ def load_processors(
     tokenizer: PreTrainedTokenizerBase | None,
     pixels: PixelRange,
     video_pixels: PixelRange,
-    found: list[str],
+    errors: list[str],
 ) -> Processors:
     """Load the processors of what the class of `config` takes.
 
@@ -50,33 +50,33 @@ def load_processors(
         folders: where to look, in this order.
         config, tokenizer: None if they could not be loaded; then as much as possible is checked.
         pixels, video_pixels: the ranges of resized pictures and frames.
-        found: gets a line for everything that is missing or does not match.
+        errors: gets a line for everything that is missing or does not match.
     """
-    images = _load_image_processor(folders, found) if config is None or architecture_of(config).takes_images else None
+    images = _load_image_processor(folders, errors) if config is None or architecture_of(config).takes_images else None
     if config is not None and images is not None:
         wrong = range_problems(images, config)
-        found += wrong or set_pixel_range(images, pixels, config)
+        errors += wrong or set_pixel_range(images, pixels, config)
     if config is None or tokenizer is None:
         return Processors(images)
-    audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, found)
+    audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, errors)
     videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
     if videos.processor is not None:
         wrong = range_problems(videos.processor, config, FRAMES)
-        found += wrong or set_pixel_range(videos.processor, video_pixels, config, FRAMES)
+        errors += wrong or set_pixel_range(videos.processor, video_pixels, config, FRAMES)
     elif video_pixels != PixelRange():
-        found.append(f"{FRAMES.given(video_pixels)} cannot be used: {videos.reason}")
+        errors.append(f"{FRAMES.typed_flags(video_pixels)} cannot be used: {videos.reason}")
     return Processors(images, videos, audios)
 
 
-def _load_image_processor(folders: list[Path], found: list[str]) -> BaseImageProcessor | None:
+def _load_image_processor(folders: list[Path], errors: list[str]) -> BaseImageProcessor | None:
     folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
     if folder is None:
-        found.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
+        errors.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
         return None
     try:
         return load_image_processor(folder)
     except (*LOAD_ERRORS, DataError) as error:
-        found.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
+        errors.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
         return None
 
 
@@ -85,9 +85,9 @@ def media_preprocessor(
     config: PretrainedConfig | None,
     plan: MediaPlan | None,
     limits: Limits,
-    found: list[str],
+    errors: list[str],
 ) -> MediaPreprocessor | None:
-    """Return what turns encoded media into the tower's input; None after a problem, which is added to `found`."""
+    """Return what turns encoded media into the tower's input; None after a problem, which is added to `errors`."""
     if config is None or plan is None:
         return None
     if isinstance(plan, AudioPlan):
@@ -99,7 +99,7 @@ def media_preprocessor(
         shape = architecture_of(config).pixel_shape(config)
         return ImagePreprocessor(processors.images, shape, plan, limits.picture_pixels, processors.videos.processor)
     except (*LOAD_ERRORS, DataError) as error:
-        found.append(f"the image processor cannot be used: {why_not_loaded(error)}")
+        errors.append(f"the image processor cannot be used: {why_not_loaded(error)}")
         return None
 
 
@@ -108,32 +108,32 @@ def media_plan(
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     processors: Processors,
-    found: list[str],
+    errors: list[str],
 ) -> MediaPlan | None:
     """Return how media become tokens; a processor with different tokens for pictures is reported."""
     architecture, images, audios = architecture_of(config), processors.images, processors.audios.extractor
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
-    settings = None if file is None else _read_json(file, found)
+    settings = None if file is None else _read_json(file, errors)
     try:
         if settings is not None:
-            found += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
+            errors += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
         if tokenizer is None or (images if architecture.takes_images else audios) is None:
             return None
         how = Processing(tokenizer, images, settings or {}, processors.videos.processor, audios)
         return architecture.media(config, how)
     except ConversionError as error:
-        found.append(str(error))
+        errors.append(str(error))
     except LOAD_ERRORS as error:
-        found.append(
+        errors.append(
             f"config.json or the processor's settings in {folders[0]} have a value that cannot be used ({error!r}): "
             "correct it, or take the files of the original model"
         )
     return None
 
 
-def _read_json(file: Path, found: list[str]) -> dict[str, Any] | None:
+def _read_json(file: Path, errors: list[str]) -> dict[str, Any] | None:
     try:
         return read_object(file, DataError)
     except DataError as error:
-        found.append(str(error))
+        errors.append(str(error))
         return None

@@ -48,7 +48,7 @@ class NothingTrainedError(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedKey:
     """Why a key makes a row unusable, and values with which it changes nothing."""
 
     why: str
@@ -62,7 +62,7 @@ class KeyTable:
     level: str
     """Appended to a key's name in reports."""
     honored: frozenset[str]
-    refused: Mapping[str, Refused] = field(default_factory=dict)
+    refused: Mapping[str, RefusedKey] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
 
     def check(self, record: Mapping[str, Any], where: str = "") -> None:
@@ -82,7 +82,7 @@ class KeyTable:
         return is_full(value) and not any(value is x or value == x for x in self.refused[key].neutral)
 
 
-_OF_ROW = Refused("write it beside the reference to the picture or video that it is for")
+_OF_ROW = RefusedKey("write it beside the reference to the picture or video that it is for")
 
 ROW = KeyTable(
     level="",
@@ -91,12 +91,12 @@ ROW = KeyTable(
     | frozenset((*SYSTEM_KEYS, *TOOLS_KEYS, HISTORY_KEY, "id", "pack", "txt", "__key__")),
     refused={
         **dict.fromkeys((*SIZE_KEYS, "nframes", "min_frames", "max_frames", "video_start", "video_end"), _OF_ROW),
-        "mask": Refused("which roles are masked; write `loss: false` to turns instead", ("User", "user", "human")),
-        "roles_to_train": Refused("write `loss: false` to turns instead", (["assistant"], ["gpt"], "assistant")),
-        "chat_template": Refused("give it with --chat-template"),
-        "chat_template_kwargs": Refused("arguments of the chat template are not supported"),
-        "documents": Refused("documents for the chat template are not supported"),
-        "kto_tag": Refused("an answer that must not be learned", (True,)),
+        "mask": RefusedKey("which roles are masked; write `loss: false` to turns instead", ("User", "user", "human")),
+        "roles_to_train": RefusedKey("write `loss: false` to turns instead", (["assistant"], ["gpt"], "assistant")),
+        "chat_template": RefusedKey("give it with --chat-template"),
+        "chat_template_kwargs": RefusedKey("arguments of the chat template are not supported"),
+        "documents": RefusedKey("documents for the chat template are not supported"),
+        "kto_tag": RefusedKey("an answer that must not be learned", (True,)),
     },
     ignored=frozenset(
         (
@@ -116,12 +116,12 @@ TURN = KeyTable(
     | frozenset((*REASONING_KEYS, "role", "from", "content", "value", "tool_calls", "function_call"))
     | frozenset(("tool_call_id", "name")),
     refused={
-        "mask": Refused("it may mean trained or not trained; write `loss: false` or `loss: true`"),
-        "train_detail": Refused("parts of an answer cannot be trained"),
-        "training_detail": Refused("parts of an answer cannot be trained"),
-        "prefix": Refused("an answer cannot be continued", (False,)),
-        "refusal": Refused("write it as content"),
-        **{key: Refused("list it beside the turns, or as a typed part") for key in MEDIA_KEYS},
+        "mask": RefusedKey("it may mean trained or not trained; write `loss: false` or `loss: true`"),
+        "train_detail": RefusedKey("parts of an answer cannot be trained"),
+        "training_detail": RefusedKey("parts of an answer cannot be trained"),
+        "prefix": RefusedKey("an answer cannot be continued", (False,)),
+        "refusal": RefusedKey("write it as content"),
+        **{key: RefusedKey("list it beside the turns, or as a typed part") for key in MEDIA_KEYS},
     },
     ignored=frozenset(("id", "source", "timestamp", "created", "model", "uuid", "annotations", "metadata", "turn")),
 )
@@ -133,7 +133,7 @@ PART = KeyTable(
     | PICTURE_OPTIONS
     | VIDEO_OPTIONS,
     refused={
-        "raw_fps": Refused("write `fps`: the number of the listed frames per second"),
+        "raw_fps": RefusedKey("write `fps`: the number of the listed frames per second"),
     },
     ignored=frozenset(("cache_control", "id", "index", "annotations", "signature", "file_name", "name")),
 )

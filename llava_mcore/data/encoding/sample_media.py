@@ -55,7 +55,7 @@ def media_of(sample: Mapping[str, Any], about: Mapping[str, Any], store: FileSto
     if not pictures and about.get("images"):
         pictures = stored_pictures(about["images"], store, dict(sample))
     videos = [
-        Video(tuple(_frames(number, video, parts, store, sample)), video.fps) for number, video in enumerate(listed)
+        Video(tuple(_frames(index, video, parts, store, sample)), video.fps) for index, video in enumerate(listed)
     ]
     sounds = [Sound(data) for data in _sounds(sample, about.get(AUDIOS_KEY), store)]
     return SampleMedia(tuple(pictures), tuple(videos), tuple(sounds))
@@ -77,8 +77,8 @@ def _sounds(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | No
             f"there is no part {named[0]!r}, found {sorted(parts) or 'no sounds'}, and the dataset has no store "
             "(aux: {images: …})"
         )
-    found = dict(zip(named, stored_pictures(named, store, dict(sample), key=AUDIOS_KEY), strict=True)) if named else {}
-    return [parts[name] if name in parts else found[name] for name in listed]
+    stored = dict(zip(named, stored_pictures(named, store, dict(sample), key=AUDIOS_KEY), strict=True)) if named else {}
+    return [parts[name] if name in parts else stored[name] for name in listed]
 
 
 def is_picture_part(name: str) -> bool:
@@ -100,24 +100,24 @@ def listed_videos(videos: Any) -> list[ListedVideo]:
         return []
     if not isinstance(videos, list):
         raise DataError(f'"{VIDEOS_KEY}" must be a list with an entry per video, found {videos!r:.80}')
-    return [_listed(number, video) for number, video in enumerate(videos)]
+    return [_listed(index, video) for index, video in enumerate(videos)]
 
 
-def _listed(number: int, video: Any) -> ListedVideo:
+def _listed(index: int, video: Any) -> ListedVideo:
     frames, fps = (video.get(FRAMES_KEY), video.get(FPS_KEY)) if isinstance(video, dict) else (video, None)
     if isinstance(video, str):
         raise DataError(
-            f"video {number} is {video!r:.80}: a shard holds the frames of a video, not the video itself; `prepare` "
+            f"video {index} is {video!r:.80}: a shard holds the frames of a video, not the video itself; `prepare` "
             "writes such shards"
         )
     if not isinstance(frames, list) or not all(isinstance(name, str) and name for name in frames):
         raise DataError(
-            f'video {number} must be a list of the names of its frames, or {{"frames": [names], "fps": number}}; found '
+            f'video {index} must be a list of the names of its frames, or {{"frames": [names], "fps": number}}; found '
             f"{video!r:.80}"
         )
     if not frames:
-        raise DataError(f"video {number} has no frames")
-    return ListedVideo(tuple(frames), check_fps(fps, f"video {number}"))
+        raise DataError(f"video {index} has no frames")
+    return ListedVideo(tuple(frames), check_fps(fps, f"video {index}"))
 
 
 def check_fps(fps: Any, where: str) -> float | None:
@@ -131,7 +131,7 @@ def check_fps(fps: Any, where: str) -> float | None:
 
 
 def _frames(
-    number: int,
+    index: int,
     video: ListedVideo,
     parts: Mapping[str, bytes],
     store: FileStore[bytes] | None,
@@ -141,19 +141,19 @@ def _frames(
     named = [name for name in video.frames if name not in parts]
     if named and store is None:
         raise DataError(
-            f"video {number}: there is no part {named[0]!r}, found {sorted(parts) or 'no pictures'}, and the dataset "
+            f"video {index}: there is no part {named[0]!r}, found {sorted(parts) or 'no pictures'}, and the dataset "
             "has no store of pictures (aux: {images: …})"
         )
-    found = dict(zip(named, stored_pictures(named, store, dict(sample), key=VIDEOS_KEY), strict=True)) if named else {}
-    return [parts[name] if name in parts else found[name] for name in video.frames]
+    stored = dict(zip(named, stored_pictures(named, store, dict(sample), key=VIDEOS_KEY), strict=True)) if named else {}
+    return [parts[name] if name in parts else stored[name] for name in video.frames]
 
 
-def _numbered(names: list[str], what: str = "pictures") -> list[str]:
+def _numbered(names: list[str], media_name: str = "pictures") -> list[str]:
     """Return the names of parts in the order of their numbers."""
     if len(names) < 2:
         return names
-    numbers = [name.partition(".")[0] for name in names]
-    if not all(number.isdecimal() for number in numbers) or len(set(numbers)) != len(numbers):
-        example = "0.jpg, 1.png" if what == "pictures" else "0.wav, 1.mp3"
-        raise DataError(f"several {what} must be numbered ({example}, …), found the parts {names}")
+    stems = [name.partition(".")[0] for name in names]
+    if not all(stem.isdecimal() for stem in stems) or len(set(stems)) != len(stems):
+        example = "0.jpg, 1.png" if media_name == "pictures" else "0.wav, 1.mp3"
+        raise DataError(f"several {media_name} must be numbered ({example}, …), found the parts {names}")
     return sorted(names, key=lambda name: int(name.partition(".")[0]))

@@ -58,26 +58,30 @@ def _load(
     folders: Sequence[Path], config: PretrainedConfig, token: str, load_errors: tuple[type[Exception], ...]
 ) -> Videos:
     """Load the video processor; arguments as for `choose_videos`, and the placeholder."""
-    own = next((folder for folder in folders if _has_video_processor(folder)), None)
-    folder = own or next((folder for folder in folders if (folder / PICTURE_FILE).is_file()), None)
-    wanted = video_processor_class(config)
-    advice = f"write {folders[0] / VIDEO_FILE}, as the released folder has it or {wanted.__name__}.save_pretrained does"
+    own_folder = next((folder for folder in folders if _has_video_processor(folder)), None)
+    folder = own_folder or next((folder for folder in folders if (folder / PICTURE_FILE).is_file()), None)
+    expected = video_processor_class(config)
+    advice = (
+        f"write {folders[0] / VIDEO_FILE}, as the released folder has it or {expected.__name__}.save_pretrained does"
+    )
     if folder is None:
         return Videos(
             reason=f"{folders[0]} has no video processor: neither {VIDEO_FILE} nor {PICTURE_FILE}, and no {SECTION} in "
             f"{PROCESSOR_FILE}; {advice}"
         )
-    known = config if own is None else None  # settings for pictures may not tell the class
+    known = config if own_folder is None else None  # settings for pictures may not tell the class
     try:
         processor = AutoVideoProcessor.from_pretrained(
             folder, config=known, local_files_only=True, trust_remote_code=False
         )
     except load_errors as error:
         return Videos(reason=f"the video processor in {folder} cannot be loaded: {why_not_loaded(error)}")
-    if type(processor) is not wanted:  # as for Qwen3-VL with PICTURE_FILE alone, which names Qwen2-VL's image processor
+    if (
+        type(processor) is not expected
+    ):  # as for Qwen3-VL with PICTURE_FILE alone, which names Qwen2-VL's image processor
         return Videos(
             reason=f"the video processor in {folder} is {type(processor).__name__}, but "
-            f"{architecture_of(config).model_class.__name__} takes {wanted.__name__}; {advice}"
+            f"{architecture_of(config).model_class.__name__} takes {expected.__name__}; {advice}"
         )
     return Videos(processor, token)
 

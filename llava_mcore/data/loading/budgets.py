@@ -5,7 +5,7 @@ from __future__ import annotations
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.models.media import Extent
+from llava_mcore.models.media import MediaBudget
 from llava_mcore.models.patch_plan import PatchPlan
 
 HAPPENS = {
@@ -18,26 +18,26 @@ HAPPENS = {
 
 def check_budgets(data: DataConfig, assets: Assets) -> None:
     """Raise ConfigError if no picture (of a model of sound: no sound) fits into a sample."""
-    smallest, _ = extents(assets)
-    found, plan = [], assets.plan
+    smallest, _ = media_budgets(assets)
+    errors, plan = [], assets.plan
     if data.seq_length <= smallest.tokens:
         lower = "" if assets.pixels.smallest is None else f", or lower --min-pixels ({assets.pixels.smallest})"
-        found.append(
+        errors.append(
             f"data.seq_length is {data.seq_length}, but a {_name(assets)} alone has at least {smallest.tokens} tokens: "
             f"set --seq-length to more than that and the text{lower}"
         )
     if data.max_media_tokens is not None and data.max_media_tokens < smallest.patches:
-        found.append(
+        errors.append(
             f"data.max_media_tokens is {data.max_media_tokens}, but the smallest {_name(assets)} has "
             f"{smallest.patches} {plan.unit}: raise or omit it"
         )
-    if found:
-        raise ConfigError(problems("no sample with media would fit", found))
+    if errors:
+        raise ConfigError(problems("no sample with media would fit", errors))
 
 
 def warnings_of_large_media(data: DataConfig, assets: Assets) -> list[str]:
     """Return a warning if pictures or sounds that the class takes do not fit into a sample."""
-    _, largest = extents(assets)
+    _, largest = media_budgets(assets)
     if largest is None:
         return []
     over = []
@@ -54,7 +54,7 @@ def warnings_of_large_media(data: DataConfig, assets: Assets) -> list[str]:
     ]
 
 
-def extents(assets: Assets) -> tuple[Extent, Extent | None]:
+def media_budgets(assets: Assets) -> tuple[MediaBudget, MediaBudget | None]:
     """Return what the smallest and the largest picture or sound takes. Videos are not considered."""
     plan, pixels = assets.plan, assets.pixels
     if not isinstance(plan, PatchPlan) or pixels.smallest is None or pixels.largest is None:
@@ -62,7 +62,7 @@ def extents(assets: Assets) -> tuple[Extent, Extent | None]:
     # Sides are rounded to whole tokens so that the area stays within the range, unless a picture is very long.
     area = _pixels_of_token(plan)
     fewest, most = max(1, -(-pixels.smallest // area)), max(1, pixels.largest // area)
-    return Extent(fewest, fewest * plan.merged), Extent(most, most * plan.merged)
+    return MediaBudget(fewest, fewest * plan.merged), MediaBudget(most, most * plan.merged)
 
 
 def _advice(data: DataConfig, assets: Assets) -> str:

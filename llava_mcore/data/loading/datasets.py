@@ -46,7 +46,7 @@ OPEN_ERRORS = (
 
 
 @dataclass(frozen=True)
-class Shard:
+class DatasetShard:
     """The samples of one shard that belong to the data: numbers first to first + count - 1 of their dataset."""
 
     name: str
@@ -59,7 +59,7 @@ class Dataset:
     """One dataset of a data path."""
 
     path: str
-    shards: tuple[Shard, ...]
+    shards: tuple[DatasetShard, ...]
     share: str
     """Its weight in a blend, or repetitions per epoch; empty if the blend does not say."""
     repeats: float | None
@@ -78,9 +78,9 @@ class Dataset:
         """Samples of all its shards."""
         return sum(shard.count for shard in self.shards)
 
-    def shard_of(self, number: int) -> Shard:
+    def shard_of(self, index: int) -> DatasetShard:
         """Return the shard of a sample."""
-        return self.shards[bisect_right(self.firsts, number) - 1]
+        return self.shards[bisect_right(self.firsts, index) - 1]
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -91,9 +91,9 @@ class Dataset:
         finally:
             self.workers.worker_deactivate()
 
-    def read(self, number: int) -> Any:
+    def read(self, index: int) -> Any:
         """Read one sample and decode its parts; errors of decoding go to the error handler."""
-        return self.source.restore_sample((type(self.source).__name__, 0, "Webdataset", number))
+        return self.source.restore_sample((type(self.source).__name__, 0, "Webdataset", index))
 
 
 def open_datasets(
@@ -145,19 +145,19 @@ def _open(loaded: LoadedDataset, encoder: ChatTaskEncoder, workers: WorkerConfig
     )
 
 
-def _shards(factory: Any) -> tuple[Shard, ...]:
+def _shards(factory: Any) -> tuple[DatasetShard, ...]:
     """Return the shards of a dataset, limited to the subset in a blend."""
     webdataset = isinstance(factory, BaseWebdatasetFactory)
     counts = [(s.name, s.count) for s in factory.shards] if webdataset else [(factory.path.name, len(factory))]
     start, end = 0, sum(count for _, count in counts)
     if factory.subset is not None:
         start, end = factory.subset.compute_subset(end)
-    shards, number = [], 0
+    shards, index = [], 0
     for name, count in counts:
-        first, last = max(number, start), min(number + count, end)
+        first, last = max(index, start), min(index + count, end)
         if first < last:
-            shards.append(Shard(name, first, last - first))
-        number += count
+            shards.append(DatasetShard(name, first, last - first))
+        index += count
     return tuple(shards)
 
 

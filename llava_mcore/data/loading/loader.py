@@ -15,7 +15,7 @@ from llava_mcore.data.encoding.stored_tokens import log_origin
 from llava_mcore.data.loading.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loading.resume_settings import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
 from llava_mcore.data.loading.sample_warnings import SampleWarnings
-from llava_mcore.data.loading.source import LEAST_AHEAD, Source, reading
+from llava_mcore.data.loading.source import MIN_PREFETCH, BatchSource, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.data.streams.open_stream import check_streams, open_stream
@@ -84,7 +84,7 @@ class TrainLoader:
         self.path: Path | str = data.path
         self._timeout = data.timeout
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
-        positions = self._take_over(saved, dp_rank, dp_size) if saved is not None else {}
+        positions = self._restore_positions(saved, dp_rank, dp_size) if saved is not None else {}
 
         self._open_again = partial(
             TrainLoader,
@@ -97,17 +97,17 @@ class TrainLoader:
             pad_multiple=pad_multiple,
         )
 
-        def open_one(number: int, num_streams: int, batch_size: int) -> Stream:
+        def open_one(stream: int, num_streams: int, batch_size: int) -> Stream:
             skips = Skips(stop_if_too_long=data.on_too_long == "error")
             encoder = ChatTaskEncoder(data, assets, skips, seed=seed, pad_multiple=pad_multiple)
-            return open_stream(number, num_streams, data, encoder, batch_size)
+            return open_stream(stream, num_streams, data, encoder, batch_size)
 
         with reading(self.path, self._timeout):
             if self.num_streams is None:
                 num_samples = open_one(0, 1, 1).dataset.len_worker(0)
                 self._settings[NUM_STREAMS] = default_num_streams(num_samples, dp_size)
-            numbers = streams_of_rank(self.num_streams, dp_rank, dp_size)
-            streams = {n: open_one(n, self.num_streams, micro_batch_size) for n in numbers}
+            own_streams = streams_of_rank(self.num_streams, dp_rank, dp_size)
+            streams = {n: open_one(n, self.num_streams, micro_batch_size) for n in own_streams}
             check_streams(streams, self.num_streams, leaves)
             if dp_rank == 0:
                 log_origin(leaves, assets.chat.fingerprint)
@@ -115,7 +115,7 @@ class TrainLoader:
                     logger.warning(warning)
             counted = streams_to_count(self.num_streams, dp_rank, dp_size)
             num_batches = self._restore(streams, positions, counted)
-        self._positions = {n: positions.get(n) for n in numbers}
+        self._positions = {n: positions.get(n) for n in own_streams}
         if self.num_streams % dp_size == 0:
             turns = partial(Turns, num_batches)
         else:  # other ranks take batches of the same streams
@@ -164,7 +164,7 @@ class TrainLoader:
         streams = {n: position_at(self._positions.get(n), count) for n, count in counts.items()}
         return {"format": FORMAT, "settings": self._settings, "streams": streams}
 
-    def read_again(self, state: dict[str, Any], number: int) -> list[Batch]:
+    def read_again(self, state: dict[str, Any], count: int) -> list[Batch]:
         """Return the micro-batches that followed an earlier state of this loader, which this process reads alone.
 
         Raises:
@@ -172,7 +172,7 @@ class TrainLoader:
         """
         again = self._open_again(saved=[state])
         try:
-            return [next(again) for _ in range(number)]
+            return [next(again) for _ in range(count)]
         finally:
             again.close()
 
@@ -183,7 +183,7 @@ class TrainLoader:
             source.close()
         self._sources = {}
 
-    def _take_over(
+    def _restore_positions(
         self, saved: Sequence[dict[str, Any]], dp_rank: int, dp_size: int
     ) -> dict[int, dict[str, Any] | None]:
         """Return the positions of the streams that this rank counts, and keep the saved run's number of streams.
@@ -195,12 +195,12 @@ class TrainLoader:
         before = saved[0]["settings"]
         if self.num_streams is None:
             self._settings[NUM_STREAMS] = before[NUM_STREAMS]
-        found = differences(before, self._settings)
-        if found:
+        mismatches = differences(before, self._settings)
+        if mismatches:
             advice = "resume with the same settings, or start a run with another --name from its weights "
             advice += "(--megatron-load-dir)"
             raise DataError(
-                problems(f"the saved position does not belong to this loader of {self.path}; {advice}", found)
+                problems(f"the saved position does not belong to this loader of {self.path}; {advice}", mismatches)
             )
         times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
         chosen = states_to_read(len(saved), self.num_streams, dp_rank, dp_size)
@@ -219,11 +219,11 @@ class TrainLoader:
     ) -> dict[int, int]:
         """Set this rank's streams to their positions, and return how many batches each of `counted` has returned."""
         try:
-            for number, stream in streams.items():
-                position = positions.get(number)
+            for index, stream in streams.items():
+                position = positions.get(index)
                 if position is not None:  # else it had not returned a batch yet
                     stream.restore(position)
-            return {number: num_given(positions.get(number)) for number in counted}
+            return {index: num_given(positions.get(index)) for index in counted}
         except (KeyError, TypeError, AttributeError, AssertionError) as error:
             raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
 
@@ -243,7 +243,7 @@ def _serve(
     seed: int,
     buffer_bytes: int,
     num_micro_batches: int,
-) -> dict[int, Source]:
+) -> dict[int, BatchSource]:
     """Return the source of each stream's deliveries: loader processes, or this process.
 
     Args:
@@ -252,12 +252,12 @@ def _serve(
     num_workers = data.num_workers
     if num_workers > len(streams):
         logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
-    sources: dict[int, Source] = {}
+    sources: dict[int, BatchSource] = {}
     shares = share(list(streams), max(1, num_workers))
-    num_ahead = max(LEAST_AHEAD, math.ceil(num_micro_batches / len(shares)))
-    for numbers in shares:
+    num_ahead = max(MIN_PREFETCH, math.ceil(num_micro_batches / len(shares)))
+    for indices in shares:
         buffers = PixelBuffers(buffer_bytes, num_ahead) if num_workers else None
-        server = StreamServer({n: streams[n] for n in numbers}, turns(), buffers)
-        source = Source(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, num_ahead=num_ahead)
-        sources |= dict.fromkeys(numbers, source)
+        server = StreamServer({n: streams[n] for n in indices}, turns(), buffers)
+        source = BatchSource(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, num_ahead=num_ahead)
+        sources |= dict.fromkeys(indices, source)
     return sources

@@ -68,15 +68,15 @@ def _leave_sockets() -> None:
     if not OPEN_FILES.is_dir():
         return
     nothing = os.open(os.devnull, os.O_RDWR)
-    for number in [int(entry.name) for entry in OPEN_FILES.iterdir()]:
-        if number > 2 and _is_socket(number):  # 0 to 2 are standard input, output and error
-            os.dup2(nothing, number, inheritable=False)
+    for descriptor in [int(entry.name) for entry in OPEN_FILES.iterdir()]:
+        if descriptor > 2 and _is_socket(descriptor):  # 0 to 2 are standard input, output and error
+            os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)
 
 
-def _is_socket(number: int) -> bool:
+def _is_socket(descriptor: int) -> bool:
     try:
-        return stat.S_ISSOCK(os.fstat(number).st_mode)
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
     except OSError:  # the descriptor of the listing itself
         return False
 
@@ -89,8 +89,8 @@ def _outlive_stop_signals(parent: int) -> None:
     Linux reports the sender; on other systems nothing changes.
     """
     signal.set_wakeup_fd(-1)  # the pipe through which the training process learns of its own signals
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signal_number, signal.SIG_IGN)
     if sys.platform != "linux":
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in all later threads

@@ -64,14 +64,14 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
     before = _recorded(before)
     names = [name for name in before if name in now and name not in (MICRO_BATCH, PROCESSORS)]
-    found = [
+    mismatches = [
         f"{name}: saved with {_said(before[name])}, now {_said(now[name])}"
         for name in names
         if before[name] != now[name]
     ]
     if PROCESSORS in before:
         saved, current = before[PROCESSORS], now[PROCESSORS]
-        found += [
+        mismatches += [
             f"{name}: saved with {saved.get(name, 'none')}, now {current.get(name, 'none')}"
             for name in sorted(saved.keys() | current.keys())
             if saved.get(name) != current.get(name)
@@ -79,8 +79,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     size = before.get(MICRO_BATCH, now[MICRO_BATCH])
     if size % now[MICRO_BATCH]:
         fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        found.append(f"{MICRO_BATCH}: saved with {size}, now {now[MICRO_BATCH]}; it may become {fitting}")
-    return found
+        mismatches.append(f"{MICRO_BATCH}: saved with {size}, now {now[MICRO_BATCH]}; it may become {fitting}")
+    return mismatches
 
 
 def _recorded(before: dict[str, Any]) -> dict[str, Any]:

@@ -36,10 +36,10 @@ class SampleWarnings:
                         self._path, key, token, LITERAL_REASON
                     )  # fmt: skip
                     continue
-                what = "read as plain text" if self._handling == "text" else "read as the token"
+                reading = "read as plain text" if self._handling == "text" else "read as the token"
                 logger.warning(
                     "%s: the text of sample %s contains the special token %s; it is always %s "
-                    "(data.special_tokens_in_text)", self._path, key, token, what
+                    "(data.special_tokens_in_text)", self._path, key, token, reading
                 )  # fmt: skip
         if batch.without_fps is not None and self._needs_fps:
             self._needs_fps = False

@@ -19,12 +19,12 @@ from llava_mcore.data.storage.remote import storage_message
 from llava_mcore.data.streams.streams import MEMORY_ADVICE, Delivery
 from llava_mcore.errors import DataError
 
-LEAST_AHEAD = 2
+MIN_PREFETCH = 2
 """Minimum number of deliveries that a loader process prepares in advance."""
 WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
 
 
-class Source:
+class BatchSource:
     """Deliveries of one loader process, or of this process."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Source:
         in_process: bool,
         seed: int,
         timeout: float,
-        num_ahead: int = LEAST_AHEAD,
+        num_ahead: int = MIN_PREFETCH,
     ) -> None:
         """timeout: maximum seconds per delivery of a loader process. num_ahead: deliveries that it prepares."""
         # A separate generator: otherwise starting would use the global one, and a resumed run would differ.

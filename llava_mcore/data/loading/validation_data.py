@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encoding.assets import Assets
 from llava_mcore.data.loading.sample_warnings import SampleWarnings
-from llava_mcore.data.loading.source import Source, reading
+from llava_mcore.data.loading.source import BatchSource, reading
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
 from llava_mcore.data.streams.open_stream import open_stream
@@ -58,8 +58,8 @@ class ValidationData:
                 raise DataError(f"the validation part of {data.path} has no samples")
             num_streams = max(1, min(MOST_STREAMS, lengths[0] // LEAST_SAMPLES))
             lengths = self._lengths(num_streams)
-        wanted = sum(lengths) if most_samples is None else most_samples
-        self._quotas = dict(enumerate(quotas(lengths, wanted)))
+        num_samples = sum(lengths) if most_samples is None else most_samples
+        self._quotas = dict(enumerate(quotas(lengths, num_samples)))
         self._warnings = SampleWarnings(data.path, assets)
 
     @property
@@ -69,17 +69,17 @@ class ValidationData:
 
     def open(self, dp_rank: int, dp_size: int) -> ValidationPass:
         """Start a pass: the micro-batches of one data-parallel rank, always the same ones."""
-        numbers = [n for n, quota in self._quotas.items() if n % dp_size == dp_rank and quota]
-        return ValidationPass(self._data, self._open_stream, numbers, self._seed, self._warnings)
+        indices = [n for n, quota in self._quotas.items() if n % dp_size == dp_rank and quota]
+        return ValidationPass(self._data, self._open_stream, indices, self._seed, self._warnings)
 
     def _lengths(self, num_streams: int) -> list[int]:
         """Return the number of samples of every stream; energon counts batches, so batches have one sample here."""
         return [self._open(n, num_streams, None, batch_size=1).dataset.len_worker(0) for n in range(num_streams)]
 
-    def _open_stream(self, number: int) -> Stream:
-        return self._open(number, len(self._quotas), self._quotas[number], batch_size=self._micro_batch_size)
+    def _open_stream(self, index: int) -> Stream:
+        return self._open(index, len(self._quotas), self._quotas[index], batch_size=self._micro_batch_size)
 
-    def _open(self, number: int, num_streams: int, most_samples: int | None, *, batch_size: int) -> Stream:
+    def _open(self, index: int, num_streams: int, most_samples: int | None, *, batch_size: int) -> Stream:
         encoder = ChatTaskEncoder(
             self._data,
             self._assets,
@@ -88,7 +88,7 @@ class ValidationData:
             pad_multiple=self._pad_multiple,
             most_samples=most_samples,
         )
-        return open_stream(number, num_streams, self._data, encoder, batch_size, validation=True)
+        return open_stream(index, num_streams, self._data, encoder, batch_size, validation=True)
 
 
 class ValidationPass:
@@ -98,18 +98,19 @@ class ValidationPass:
         self,
         data: DataConfig,
         open_one: Callable[[int], Stream],
-        numbers: Sequence[int],
+        indices: Sequence[int],
         seed: int,
         warnings: SampleWarnings,
     ) -> None:
-        """numbers: the streams of this rank."""
+        """indices: the streams of this rank."""
         assert data.path is not None
         self._warnings = warnings
         self._path, self._timeout = data.path, data.timeout
         in_process = data.num_workers == 0
-        shares = share(numbers, max(1, data.num_workers)) if numbers else []
+        shares = share(indices, max(1, data.num_workers)) if indices else []
         self._sources = deque(
-            Source(_Server(open_one, part), in_process=in_process, seed=seed, timeout=data.timeout) for part in shares
+            BatchSource(_Server(open_one, part), in_process=in_process, seed=seed, timeout=data.timeout)
+            for part in shares
         )
 
     def __iter__(self) -> Self:
@@ -143,30 +144,30 @@ class ValidationPass:
 class _Server(IterableDataset[Delivery]):
     """The streams that one loader process reads, one after the other."""
 
-    def __init__(self, open_one: Callable[[int], Stream], numbers: Sequence[int]) -> None:
-        self._open_one, self._numbers = open_one, list(numbers)
+    def __init__(self, open_one: Callable[[int], Stream], indices: Sequence[int]) -> None:
+        self._open_one, self._indices = open_one, list(indices)
 
     def __iter__(self) -> Iterator[Delivery]:
-        for number in self._numbers:
-            stream = self._open_one(number)
+        for index in self._indices:
+            stream = self._open_one(index)
             batch = next(stream, None)
             while batch is not None:
                 following = next(stream, None)
                 if following is None:
                     batch.skipped += stream.take_skips()  # what was skipped after the last sample
-                yield Delivery(number, batch, None)
+                yield Delivery(index, batch, None)
                 batch = following
 
 
-def quotas(lengths: Sequence[int], wanted: int) -> list[int]:
-    """Divide `wanted` samples over streams of these lengths as evenly as possible; all samples if there are fewer."""
+def quotas(lengths: Sequence[int], total: int) -> list[int]:
+    """Divide `total` samples over streams of these lengths as evenly as possible; all samples if there are fewer."""
 
     def filled_to(level: int) -> int:
         return sum(min(length, level) for length in lengths)
 
-    level = bisect.bisect_right(range(max(lengths) + 1), wanted, key=filled_to) - 1
-    found = [min(length, level) for length in lengths]
+    level = bisect.bisect_right(range(max(lengths) + 1), total, key=filled_to) - 1
+    shares = [min(length, level) for length in lengths]
     longer = [n for n, length in enumerate(lengths) if length > level]
-    for n in longer[: wanted - sum(found)]:
-        found[n] += 1
-    return found
+    for n in longer[: total - sum(shares)]:
+        shares[n] += 1
+    return shares

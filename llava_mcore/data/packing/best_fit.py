@@ -10,7 +10,7 @@ LEVELS = 64
 
 
 @dataclass(frozen=True)
-class Media:
+class PatchBudget:
     """A second budget of a pack: the patches of each sample, and the maximum for a pack."""
 
     patches: Sequence[int]
@@ -18,7 +18,7 @@ class Media:
 
     def levels(self) -> list[int]:
         """Return each sample's number of steps, of LEVELS for a pack, rounded up."""
-        return [levels_of(number, self.most) for number in self.patches]
+        return [levels_of(count, self.most) for count in self.patches]
 
 
 def levels_of(patches: int, most: int) -> int:
@@ -26,7 +26,7 @@ def levels_of(patches: int, most: int) -> int:
     return -(-patches * LEVELS // most)
 
 
-def fullest_pack(lengths: Sequence[int], capacity: int, media: Media | None = None) -> list[int]:
+def fullest_pack(lengths: Sequence[int], capacity: int, media: PatchBudget | None = None) -> list[int]:
     """Return ascending indices of a pack that contains sample 0 and is as full as possible.
 
     Chosen are those of the others whose lengths add up closest to the free space (exact subset sum); among equal sums
@@ -121,7 +121,7 @@ def fill(lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int) 
     return sum(lengths[i] for pack in packs for i in pack) / (capacity * len(packs)) if packs else 0.0
 
 
-def online_fill(lengths: Sequence[int], capacity: int, buffer_size: int, media: Media | None = None) -> float:
+def online_fill(lengths: Sequence[int], capacity: int, buffer_size: int, media: PatchBudget | None = None) -> float:
     """Return the fill of the packs that the loader builds from this stream of samples while its buffer is full.
 
     Args:
@@ -134,7 +134,7 @@ def online_fill(lengths: Sequence[int], capacity: int, buffer_size: int, media: 
     following = iter(range(buffer_size, len(lengths)))
     num_tokens = num_packs = 0
     while len(waiting) == min(buffer_size, len(lengths)):
-        budget = None if media is None else Media([media.patches[i] for i in waiting], media.most)
+        budget = None if media is None else PatchBudget([media.patches[i] for i in waiting], media.most)
         pack = fullest_pack([lengths[i] for i in waiting], capacity, budget)
         num_tokens, num_packs = num_tokens + sum(lengths[waiting[k]] for k in pack), num_packs + 1
         for position in reversed(pack):

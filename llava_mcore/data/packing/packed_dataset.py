@@ -9,7 +9,7 @@ from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
-from llava_mcore.data.packing.best_fit import Media, fullest_pack
+from llava_mcore.data.packing.best_fit import PatchBudget, fullest_pack
 from llava_mcore.data.samples import TokenSample
 
 
@@ -61,7 +61,7 @@ class PackingDataset(BaseWrapperDataset[TokenSample, TokenSample]):
         waiting = self._waiting.buffer
         media = None
         if self.most_patches is not None:
-            media = Media([sample.num_patches for sample in waiting], self.most_patches)
+            media = PatchBudget([sample.num_patches for sample in waiting], self.most_patches)
         chosen = fullest_pack([sample.num_tokens for sample in waiting], self.capacity, media)
         samples = [self._waiting.buffer[index] for index in chosen]
         for index in reversed(chosen):

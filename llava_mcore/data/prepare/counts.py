@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from llava_mcore.data.prepare.row_types import Conversation, Skipped
+from llava_mcore.data.prepare.row_types import CheckedConversation, Skipped
 
 COUNTERS = ("reasons", "typed", "roles", "unused", "notes")
-"""Fields of `Counts` that count by name."""
+"""Fields of `PrepareCounts` that count by name."""
 BINS_PER_OCTAVE = 8
 """Histograms have bins of equal width on a logarithmic axis, so that they stay small for any data."""
 
@@ -53,7 +53,7 @@ class Histogram:
 
 
 @dataclass
-class Counts:
+class PrepareCounts:
     """Counts of one shard, one source or everything."""
 
     rows: int = 0
@@ -68,7 +68,7 @@ class Counts:
     """Videos that do not say how many frames belong to a second."""
     sounds: int = 0
     sound_seconds: int = 0
-    """Of all sounds, each rounded to a whole number."""
+    """Seconds of all sounds, each rounded to a whole number."""
     bytes: int = 0
     """Size of the shards in bytes."""
     tokens: Histogram = field(default_factory=Histogram)
@@ -96,7 +96,7 @@ class Counts:
         """Fraction of the rows that was skipped, from 0 to 1."""
         return self.skipped / self.rows if self.rows else 0.0
 
-    def add(self, conversation: Conversation) -> None:
+    def add(self, conversation: CheckedConversation) -> None:
         """Count a conversation that was written."""
         self.conversations += 1
         self.pictures += len(conversation.pictures)
@@ -113,7 +113,7 @@ class Counts:
         if conversation.num_tokens is not None:
             self.tokens.add(conversation.num_tokens)
 
-    def merge(self, other: Counts) -> None:
+    def merge(self, other: PrepareCounts) -> None:
         """Add another one's counts."""
         self.rows, self.conversations = self.rows + other.rows, self.conversations + other.conversations
         self.entries, self.pictures = self.entries + other.entries, self.pictures + other.pictures
@@ -151,7 +151,7 @@ class ShardReport:
     name: str | None
     """The tar file; None if nothing was left to write."""
     sha256: str
-    counts: Counts
+    counts: PrepareCounts
     skipped: tuple[Skipped, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -169,12 +169,12 @@ class ShardReport:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of to_json."""
         skipped = tuple(Skipped(**line) for line in data["skipped"])
-        return cls(data["shard"], data["name"], data["sha256"], Counts.from_json(data["counts"]), skipped)
+        return cls(data["shard"], data["name"], data["sha256"], PrepareCounts.from_json(data["counts"]), skipped)
 
 
-def add_up(counts: Iterable[Counts]) -> Counts:
+def add_up(counts: Iterable[PrepareCounts]) -> PrepareCounts:
     """Return the sum."""
-    total = Counts()
+    total = PrepareCounts()
     for part in counts:
         total.merge(part)
     return total

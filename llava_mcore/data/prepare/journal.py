@@ -54,10 +54,12 @@ class Journal:
         if overwrite:
             self._forget()
         if self._request.is_file():
-            found = _differences(json.loads(self._request.read_text(encoding="utf-8")), request)
-            if found:
+            mismatches = _differences(json.loads(self._request.read_text(encoding="utf-8")), request)
+            if mismatches:
                 advice = "give another --out, or --overwrite to start again"
-                raise DataError(problems(f"{self.folder} was started with another source or options; {advice}", found))
+                raise DataError(
+                    problems(f"{self.folder} was started with another source or options; {advice}", mismatches)
+                )
         for leftover in self.scratch.glob("*.part"):
             leftover.unlink()
         write_whole(self._request, json.dumps(request, indent=1))
@@ -127,13 +129,13 @@ def write_whole(path: Path, text: str) -> None:
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the differences between two requests, for messages."""
     options = {name: (old["options"].get(name), new["options"].get(name)) for name in old["options"] | new["options"]}
-    found = [f"{name}: started with {was}, now {now}" for name, (was, now) in options.items() if was != now]
+    mismatches = [f"{name}: started with {was}, now {now}" for name, (was, now) in options.items() if was != now]
     before, after = ({(s["file"], s["hash"]): s for s in request["sources"]} for request in (old, new))
     names = {name for name, _ in before} & {name for name, _ in after}
     for (name, _), source in before.items():
         if (name, source["hash"]) not in after:
-            found.append(f"{name} has changed" if name in names else f"{name} is no longer a source")
-    found += [f"{name} is a new source" for name, _ in after if name not in names]
-    if not found and old["sources"] != new["sources"]:
-        found.append("the sources are in another order")
-    return found
+            mismatches.append(f"{name} has changed" if name in names else f"{name} is no longer a source")
+    mismatches += [f"{name} is a new source" for name, _ in after if name not in names]
+    if not mismatches and old["sources"] != new["sources"]:
+        mismatches.append("the sources are in another order")
+    return mismatches

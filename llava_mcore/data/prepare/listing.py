@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llava_mcore.data.prepare.journal import write_whole
 from llava_mcore.data.prepare.record_layouts import Keys
-from llava_mcore.data.prepare.shard_plan import Source
+from llava_mcore.data.prepare.shard_plan import SourcePaths
 from llava_mcore.data.prepare.sources.detect import Format, Opening
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.regular import RefusedFileError, plain_name, read_regular_file
@@ -47,12 +47,12 @@ class ListedSource(BaseModel):
     subflavors: dict[str, Any] = {}
     """Passed on to energon's blend."""
 
-    def source(self, root: Path) -> Source:
+    def source(self, root: Path) -> SourcePaths:
         """Return the source to prepare."""
         keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions, self.video_key, self.audio_key)
         image_dir = None if self.image_dir is None else root / self.image_dir
         opening = Opening(self.format, image_dir, self.source_split, keys, frames_fps=self.frames_fps)
-        return Source((root / self.path,), opening)
+        return SourcePaths((root / self.path,), opening)
 
 
 class Listing(BaseModel):
@@ -84,13 +84,13 @@ def read_listing(path: Path) -> Listing:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
-        raise DataError(problems(f"{path} is not a list of sources (see docs/prepare.md)", found)) from error
+        errors = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+        raise DataError(problems(f"{path} is not a list of sources (see docs/prepare.md)", errors)) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} is not valid YAML: {error}") from error
-    found = _disagreements(listing)
-    if found:
-        raise DataError(problems(f"{path} cannot be prepared", found))
+    errors = _disagreements(listing)
+    if errors:
+        raise DataError(problems(f"{path} cannot be prepared", errors))
     return listing
 
 
@@ -106,14 +106,16 @@ def _size(value: Any, known: dict[int, int]) -> int:
 
 def _disagreements(listing: Listing) -> list[str]:
     names = [_name(source) for source in listing.sources]
-    found = [f"two sources have the name {n!r}; give one a `name`" for n in sorted(set(names)) if names.count(n) > 1]
+    errors = [f"two sources have the name {n!r}; give one a `name`" for n in sorted(set(names)) if names.count(n) > 1]
     unusable = [n for n in names if not plain_name(n) or n.startswith(".") or n == BLEND]
-    found += [f"{n!r} cannot be the name of a folder; give the source another `name`" for n in unusable]
+    errors += [f"{n!r} cannot be the name of a folder; give the source another `name`" for n in unusable]
     weighted = [_name(source) for source in listing.sources if source.weight is not None]
     repeated = [_name(source) for source in listing.sources if source.epochs is not None]
     if weighted and repeated:
-        found.append(f"{', '.join(weighted)} with `weight` and {', '.join(repeated)} with `epochs`: choose one of them")
-    return found
+        errors.append(
+            f"{', '.join(weighted)} with `weight` and {', '.join(repeated)} with `epochs`: choose one of them"
+        )
+    return errors
 
 
 def _name(source: ListedSource) -> str:

@@ -17,12 +17,12 @@ from typing import Protocol
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.prepare.counts import Counts, ShardReport, add_up
+from llava_mcore.data.prepare.counts import PrepareCounts, ShardReport, add_up
 from llava_mcore.data.prepare.journal import META, Journal, write_whole
 from llava_mcore.data.prepare.output.finish import write_meta
 from llava_mcore.data.prepare.output.shard import ShardMaker, ShardSetup
-from llava_mcore.data.prepare.row_types import Segment, Skipped
-from llava_mcore.data.prepare.shard_plan import Options, Plan, Source, make_plan
+from llava_mcore.data.prepare.row_types import RowRange, Skipped
+from llava_mcore.data.prepare.shard_plan import Options, ShardList, SourcePaths, make_plan
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync
 from llava_mcore.forkserver import end_with_parent, start_forkserver
@@ -36,15 +36,15 @@ SHARDS_AHEAD = 2
 """Number of shards queued for each process."""
 
 
-class Progress(Protocol):
+class PrepareProgress(Protocol):
     """Receives progress reports."""
 
-    def begin(self, what: str, total: int | None) -> None:
+    def begin(self, activity: str, total: int | None) -> None:
         """Start a step of `total` rows or shards; None if unknown."""
         ...
 
-    def advance(self, number: int) -> None:
-        """Report that `number` more are done."""
+    def advance(self, count: int) -> None:
+        """Report that `count` more are done."""
         ...
 
 
@@ -53,7 +53,7 @@ class Result:
     """The contents of a finished folder."""
 
     folder: Path
-    counts: Counts
+    counts: PrepareCounts
     num_shards: int
     num_made: int
     """Shards that this run has written; the others existed."""
@@ -68,14 +68,14 @@ class Result:
     own_text_warning: str | None = None
     """`ChatText.own_text_warning`"""
     notes: tuple[str, ...] = ()
-    """What of the source is not read."""
+    """Parts of the source that are not read."""
 
 
 def prepare(
-    source: Source,
+    source: SourcePaths,
     folder: Path,
     options: Options,
-    progress: Progress,
+    progress: PrepareProgress,
     *,
     num_workers: int = 0,
     max_skip_rate: float = 0.01,
@@ -109,11 +109,11 @@ def prepare(
 
 
 def _finish(
-    plan: Plan,
+    plan: ShardList,
     options: Options,
     journal: Journal,
-    progress: Progress,
-    made: set[int],
+    progress: PrepareProgress,
+    written: set[int],
     max_skip_rate: float,
     assets: Assets | None,
     start: float,
@@ -134,16 +134,16 @@ def _finish(
             folder, reports, val_ratio=options.val_ratio, tokens_by=tokens_by, on_shard=lambda: progress.advance(1)
         )
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
-    rows_made = sum(report.counts.rows for report in reports if report.shard in made)
+    rows_made = sum(report.counts.rows for report in reports if report.shard in written)
     seconds = time.perf_counter() - start
     handling = "text" if options.counting is None else options.counting.special_tokens_in_text
     timed = assets is None or assets.plan.timed
     warning = None if assets is None else assets.chat.own_text_warning
     about = (handling, timed, warning, plan.notes)
-    return Result(folder, counts, num_shards, len(made), rows_made, seconds, first, finished, *about)
+    return Result(folder, counts, num_shards, len(written), rows_made, seconds, first, finished, *about)
 
 
-def _manifest(plan: Plan, reports: Sequence[ShardReport], counts: Counts) -> str:
+def _manifest(plan: ShardList, reports: Sequence[ShardReport], counts: PrepareCounts) -> str:
     shards = [
         {"name": r.name, "samples": r.counts.entries, "bytes": r.counts.bytes, "sha256": r.sha256}
         for r in reports
@@ -171,9 +171,9 @@ def _write_skipped(path: Path, journal: Journal) -> tuple[Skipped, ...]:
 def _make(
     setup: ShardSetup,
     assets: Assets | None,
-    shards: dict[int, tuple[Segment, ...]],
+    shards: dict[int, tuple[RowRange, ...]],
     num_workers: int,
-    progress: Progress,
+    progress: PrepareProgress,
 ) -> Iterator[ShardReport]:
     """Yield the reports of shards as they are completed, in any order."""
     if not shards:
@@ -213,7 +213,7 @@ class _Reader:
 
 
 def _collect(
-    pool: ProcessPoolExecutor, shards: dict[int, tuple[Segment, ...]], num_workers: int, reader: _Reader
+    pool: ProcessPoolExecutor, shards: dict[int, tuple[RowRange, ...]], num_workers: int, reader: _Reader
 ) -> Iterator[ShardReport]:
     waiting = iter(shards.items())
     running: set[Future[ShardReport]] = set()
@@ -245,6 +245,6 @@ def _start_process(setup: ShardSetup, counter: Synchronized[int]) -> None:
     _maker = ShardMaker(setup, None if counting is None else counting.load(), count)
 
 
-def _make_shard(shard: int, segments: tuple[Segment, ...]) -> ShardReport:
+def _make_shard(shard: int, segments: tuple[RowRange, ...]) -> ShardReport:
     assert _maker is not None
     return _maker.make(shard, segments)

@@ -15,7 +15,7 @@ from llava_mcore.data.encoding.answers import majority
 from llava_mcore.data.encoding.marks import as_text
 from llava_mcore.data.encoding.messages import check_order, complete, decoded, tools_of
 from llava_mcore.data.encoding.record_keys import INPUT_KEY, OBJECTS_KEY, ROW, TURN_LISTS, full_value, is_full
-from llava_mcore.data.prepare.record_parts import Media, listed_media, refuse_marks
+from llava_mcore.data.prepare.record_parts import RowMedia, listed_media, refuse_marks
 from llava_mcore.data.prepare.record_turns import ListedTurns, from_pairs, from_turns, text_of
 from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason, reason_for
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
@@ -95,7 +95,7 @@ def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None, untaken
     """
     with reason_for(Reason.KEY):
         ROW.check(row)
-    media = Media({mark: listed_media(row, names) for mark, names in keys.media.items()}, untaken)
+    media = RowMedia({mark: listed_media(row, names) for mark, names in keys.media.items()}, untaken)
     result = _layout(row, keys, layout, media)
     _refuse_objects(row, result.turns)
     with reason_for(Reason.KEY):
@@ -112,7 +112,7 @@ def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None, untaken
     return Draft(turns, images, videos, audios, tools, frozenset((*unused, *result.unused)))
 
 
-def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: Media) -> ListedTurns:
+def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: RowMedia) -> ListedTurns:
     """Return the turns of the first layout that is full, else of an empty list of turns."""
     lists = {key: decoded(row.get(key)) for key in (TURN_LISTS if layout is None else (layout,))}
     full = [key for key, value in lists.items() if is_full(value)]
@@ -135,13 +135,13 @@ def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: Media
         return from_turns(lists[empty[0]], empty[0], media)
     if layout is not None:
         raise BadSample(Reason.NO_CONVERSATION, f"there is no {layout!r}, found the keys {sorted(row)}")
-    own = keys.answers if keys.captions else keys.questions
-    names, flag = ", ".join((*TURN_LISTS, "texts", *own)), "--answer-key" if keys.captions else "--question-key"
+    own_keys = keys.answers if keys.captions else keys.questions
+    names, flag = ", ".join((*TURN_LISTS, "texts", *own_keys)), "--answer-key" if keys.captions else "--question-key"
     message = f"none of {names} exists ({flag} names another), found, of the keys that are read, {sorted(row)}"
     raise BadSample(Reason.NO_CONVERSATION, message)
 
 
-def _continued(row: Mapping[str, Any], media: Media) -> ListedTurns | None:
+def _continued(row: Mapping[str, Any], media: RowMedia) -> ListedTurns | None:
     """Return the turns of a prompt and a completion that are lists of messages; only the completion is trained."""
     prompt, completion = (decoded(row.get(key)) for key in CONTINUED)
     if not all(isinstance(value, (list, tuple)) and is_full(value) for value in (prompt, completion)):
@@ -153,9 +153,9 @@ def _continued(row: Mapping[str, Any], media: Media) -> ListedTurns | None:
     return replace(result, turns=[*before, *result.turns[len(prompt) :]], read={*CONTINUED})
 
 
-def _require_same(turns: Sequence[Turn], items: Any, key: str, other: str, media: Media) -> None:
+def _require_same(turns: Sequence[Turn], items: Any, key: str, other: str, media: RowMedia) -> None:
     """Raise BadSample if a second list of turns says anything else than the first."""
-    second = from_turns(items, other, Media(media.listed, media.untaken)).turns
+    second = from_turns(items, other, RowMedia(media.listed, media.untaken)).turns
     if second != list(turns):
         raise BadSample(Reason.DIFFERENT, f"`{key}` and `{other}` differ")
 
@@ -163,7 +163,7 @@ def _require_same(turns: Sequence[Turn], items: Any, key: str, other: str, media
 # -- question and answer ---------------------------------------------------------------------------------------------
 
 
-def _asked(row: Mapping[str, Any], keys: Keys, media: Media) -> ListedTurns | None:
+def _asked(row: Mapping[str, Any], keys: Keys, media: RowMedia) -> ListedTurns | None:
     """Return question and answer, without surrounding white space as in training; None if there is no question."""
     present = [key for key in keys.questions if row.get(key) is not None]
     question_key = next((key for key in present if is_full(row[key])), present[0] if present else "")
@@ -185,8 +185,8 @@ def _answer(row: Mapping[str, Any], question_key: str, keys: Keys) -> tuple[Any,
 
     An answer beside a list of answers has been chosen from them.
     """
-    own = dict(PAIRS).get(question_key, ()) if keys.answer is None else ()
-    names = own if any(row.get(key) is not None for key in own) else keys.answers
+    own_keys = dict(PAIRS).get(question_key, ()) if keys.answer is None else ()
+    names = own_keys if any(row.get(key) is not None for key in own_keys) else keys.answers
     full = [key for key in names if is_full(row.get(key))]
     chosen = [key for key in full if isinstance(row[key], str)]
     lists = [key for key in full if isinstance(row[key], (list, tuple))]
@@ -225,15 +225,15 @@ def _refuse_objects(row: Mapping[str, Any], turns: Sequence[Turn]) -> None:
 
 def check_turns(turns: Sequence[Turn]) -> None:
     """Raise BadSample unless users and assistants take turns, no turn is empty, and the last one is an answer."""
-    for number, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         if not turn.text.strip() and turn.role in ("user", "assistant") and "tool_calls" not in turn.fields:
             reason = Reason.EMPTY_ANSWER if turn.role == "assistant" else Reason.EMPTY_QUESTION
-            raise BadSample(reason, f"turn {number} has no text")
+            raise BadSample(reason, f"turn {index} has no text")
         for text in (turn.text, turn.reasoning):
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
-                message = f"turn {number}: {error.reason} at character {error.start}"
+                message = f"turn {index}: {error.reason} at character {error.start}"
                 raise BadSample(Reason.NOT_UTF8, message) from error
     roles = [turn.role for turn in turns]
     if "assistant" not in roles:

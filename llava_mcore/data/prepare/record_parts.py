@@ -43,7 +43,7 @@ class MediaPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class TurnContent:
     """The content of a turn: text, and media between it."""
 
     pieces: tuple[str | MediaPart, ...]
@@ -65,7 +65,7 @@ class Content:
 
 
 @dataclass(slots=True)
-class Media:
+class RowMedia:
     """References of a row by mark: those of the row's own fields, and those that have their position."""
 
     listed: Mapping[str, Sequence[Any]]
@@ -113,10 +113,10 @@ def _is_part(part: Any) -> bool:
     return kind in MARKS or kind in REASONINGS or (kind == "text" and isinstance(part.get("text"), str))
 
 
-def read_content(content: str | Sequence[Any], where: str, literal: Sequence[str]) -> Content:
+def read_content(content: str | Sequence[Any], where: str, literal: Sequence[str]) -> TurnContent:
     """Return the content of a turn. literal: marks that are text wherever they are written. Raises BadSample."""
     if isinstance(content, str):
-        return Content((escape(content, literal),))
+        return TurnContent((escape(content, literal),))
     pieces: list[str | MediaPart] = []
     thoughts: list[str] = []
     unused: list[str] = []
@@ -128,11 +128,11 @@ def read_content(content: str | Sequence[Any], where: str, literal: Sequence[str
             thoughts.append(str(piece))
         else:
             pieces.append(escape(piece, literal) if isinstance(piece, str) else piece)
-    return Content(tuple(pieces), "\n".join(thoughts), tuple(unused))
+    return TurnContent(tuple(pieces), "\n".join(thoughts), tuple(unused))
 
 
 def refuse_marks(text: str, role: str, where: str, untaken: Collection[str] = ()) -> None:
-    """Raise BadSample for marks in the text of a turn that is not a question. untaken: see `Media`."""
+    """Raise BadSample for marks in the text of a turn that is not a question. untaken: see `RowMedia`."""
     marks = [mark for mark in TYPES if mark in text and mark not in untaken] if role not in ASKING else []
     if marks:
         raise BadSample(

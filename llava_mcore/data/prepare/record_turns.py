@@ -10,7 +10,7 @@ from typing import Any
 from llava_mcore.data.encoding.marks import TYPES
 from llava_mcore.data.encoding.messages import ROLES, decoded, is_call_role, role_of, said_to_train, turn_of
 from llava_mcore.data.encoding.record_keys import SYSTEM_KEYS, TURN, full_value, is_full
-from llava_mcore.data.prepare.record_parts import Content, Media, as_parts, list_of, read_content, refuse_marks
+from llava_mcore.data.prepare.record_parts import RowMedia, TurnContent, as_parts, list_of, read_content, refuse_marks
 from llava_mcore.data.prepare.row_types import BadSample, Reason, reason_for, type_and_value
 from llava_mcore.data.samples import Turn
 
@@ -26,19 +26,19 @@ class ListedTurns:
     """Keys of turns and parts that nothing reads, as they are reported."""
 
 
-def from_turns(items: Any, key: str, media: Media) -> ListedTurns:
+def from_turns(items: Any, key: str, media: RowMedia) -> ListedTurns:
     """Return turns, and put media into the order of their marks: the part's own reference, else the next of the row.
 
     Raises BadSample.
     """
-    records = [_record(item, f"{key}[{number}]") for number, item in enumerate(list_of(items, key))]
+    records = [_record(item, f"{key}[{index}]") for index, item in enumerate(list_of(items, key))]
     contents = [_content_of(record) for record in records]
     # Beside typed parts, a mark is text, unless the row lists what it could stand for.
     is_typed = any(isinstance(content, (list, tuple)) for content in contents)
     literal = [mark for mark in TYPES if is_typed and not media.listed[mark]]
     result = ListedTurns([], {key})
-    for number, (record, content) in enumerate(zip(records, contents, strict=True)):
-        where = f"{key}[{number}]"
+    for index, (record, content) in enumerate(zip(records, contents, strict=True)):
+        where = f"{key}[{index}]"
         turn, read = _turn(record, content, where, literal, media.untaken)
         for piece in read.pieces:
             media.place(piece, where)
@@ -79,7 +79,7 @@ def _role_name(record: Mapping[str, Any]) -> Any:
 
 def _turn(
     record: Mapping[str, Any], content: Any, where: str, literal: Sequence[str], untaken: Collection[str]
-) -> tuple[Turn, Content]:
+) -> tuple[Turn, TurnContent]:
     name = _role_name(record)
     role = role_of(name)
     if role is None:
@@ -101,11 +101,11 @@ def _turn(
     return replace(turn, reasoning="\n".join(dict.fromkeys(thoughts))), read
 
 
-def from_pairs(pairs: Any, media: Media) -> ListedTurns:
+def from_pairs(pairs: Any, media: RowMedia) -> ListedTurns:
     """Return the turns of `texts`: objects with user, assistant, and perhaps a system prompt. Raises BadSample."""
     result = ListedTurns([], {"texts"})
-    for number, pair in enumerate(list_of(pairs, "texts")):
-        where = f"texts[{number}]"
+    for index, pair in enumerate(list_of(pairs, "texts")):
+        where = f"texts[{index}]"
         pair = _record(pair, where)
         with reason_for(Reason.KEY):
             TURN.check(pair, where)

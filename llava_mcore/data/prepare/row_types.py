@@ -81,7 +81,7 @@ def type_and_value(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RowRange:
     """Consecutive rows of one source file that belong to one shard."""
 
     file: int
@@ -98,7 +98,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRow:
     """A row of a source, or why it cannot be read."""
 
     index: int
@@ -132,7 +132,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class VideoFrames:
     """A video's frames, all of one size, and how many of them belong to a second (None: nobody says)."""
 
     frames: tuple[Picture, ...]
@@ -149,7 +149,7 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class CheckedConversation:
     """A checked conversation, ready to be written."""
 
     row: int
@@ -163,11 +163,11 @@ class Conversation:
     """file, index, id"""
     typed: tuple[str, ...] = ()
     """Special tokens in the text of its turns."""
-    videos: tuple[Clip, ...] = ()
+    videos: tuple[VideoFrames, ...] = ()
     sounds: tuple[Recording, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    """What the summary counts: `FILLED`, `THOUGHTLESS`."""
+    """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`."""
 
 
 FILLED = "filled"

@@ -12,6 +12,6 @@ class Sampling:
     fps: float = 2.0
     """Frames per second, at most as many as the video has."""
     max_frames: int = 128
-    """Of a video; a longer one is sampled at a lower rate."""
+    """Most frames of a video; a longer one is sampled at a lower rate."""
     min_frames: int = 2
-    """Of a video that has as many, at a higher rate if need be: Qwen3-VL takes no video of one frame."""
+    """Fewest frames of a video that has as many, at a higher rate if need be: Qwen3-VL takes no video of one frame."""

@@ -11,7 +11,7 @@ from typing import Any
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encoding.assets import ASSET_FILES, Assets, load_assets
 from llava_mcore.data.encoding.text.template_choice import Lang
-from llava_mcore.data.prepare.row_types import Segment
+from llava_mcore.data.prepare.row_types import RowRange
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.data.prepare.sources.detect import Opening, find_files
@@ -76,7 +76,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourcePaths:
     """Paths that become one folder of shards."""
 
     paths: tuple[Path, ...]
@@ -84,20 +84,20 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardList:
     """Shards of one source, by number."""
 
     files: tuple[SourceFile, ...]
     how: Opening
-    shards: tuple[tuple[Segment, ...], ...]
+    shards: tuple[tuple[RowRange, ...], ...]
     num_rows: int
     request: dict[str, Any]
     """Everything that the shards depend on, as plain containers, for comparison with an existing folder."""
     notes: tuple[str, ...] = ()
-    """What of the source is not read."""
+    """Parts of the source that are not read."""
 
 
-def make_plan(source: Source, options: Options, on_file: Callable[[str], None] = lambda name: None) -> Plan:
+def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], None] = lambda name: None) -> ShardList:
     """Read through all files once and divide their rows over shards.
 
     Shard k contains the rows [k * rows_per_shard, (k + 1) * rows_per_shard), counted over all files.
@@ -111,14 +111,14 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
     """
     how = replace(source.how, most_bytes=options.limits.sample_bytes)
     files = [file for path in source.paths for file in find_files(path, how)]
-    shards: list[list[Segment]] = []
-    known, notes, found, first_row = [], [], [], 0
-    for number, file in enumerate(files):
+    shards: list[list[RowRange]] = []
+    known, notes, errors, first_row = [], [], [], 0
+    for index, file in enumerate(files):
         on_file(file.name)
         try:
-            scan = file.scan(Cuts(number, first_row, options.rows_per_shard))
+            scan = file.scan(Cuts(index, first_row, options.rows_per_shard))
         except DataError as error:
-            found.append(str(error))
+            errors.append(str(error))
             continue
         notes += [f"{file.name}: {note}" for note in scan.notes]
         for segment in scan.segments:
@@ -127,8 +127,8 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
             shards[shard].append(segment)
         known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
         first_row += scan.num_rows
-    if found:
-        raise DataError(found[0] if len(found) == 1 else problems("the source cannot be read", found))
+    if errors:
+        raise DataError(errors[0] if len(errors) == 1 else problems("the source cannot be read", errors))
     if not first_row:
         raise DataError(f"{', '.join(map(str, source.paths))}: there are no rows")
     if options.val_ratio and len(shards) < 2:
@@ -137,7 +137,7 @@ def make_plan(source: Source, options: Options, on_file: Callable[[str], None] =
             f"make one of {options.rows_per_shard}; lower --samples-per-shard"
         )
     request = {"sources": known, "options": describe(source.how, options)}
-    return Plan(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request, tuple(notes))
+    return ShardList(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request, tuple(notes))
 
 
 def describe(how: Opening, options: Options) -> dict[str, Any]:

@@ -28,22 +28,22 @@ FIGURES: Mapping[str, tuple[str, str]] = {
 def show(console: Console, results: Sequence[Result]) -> None:
     """Print the table of all sources, the reasons of skipped rows, and the histograms."""
     console.print(_totals(results))
-    reasons = [(r, reason, number) for r in results for reason, number in r.counts.reasons.most_common()]
+    reasons = [(r, reason, count) for r in results for reason, count in r.counts.reasons.most_common()]
     if reasons:
         table = Table("source", "skipped because", "rows", box=box.SIMPLE, title="Skipped rows")
-        for result, reason, number in reasons:
-            table.add_row(result.folder.name, reason, f"{number:,}")
+        for result, reason, count in reasons:
+            table.add_row(result.folder.name, reason, f"{count:,}")
         console.print(table)
     for result in results:
         for line in (*result.notes, *_notes(result)):
             console.print(f"{result.folder.name}: {line}", markup=False, soft_wrap=True)
-        for token, number in result.counts.typed.most_common():
-            what = "read as text" if result.special_tokens_in_text == "text" else "read as the token"
+        for token, count in result.counts.typed.most_common():
+            reading = "read as text" if result.special_tokens_in_text == "text" else "read as the token"
             why = "(--special-tokens-in-text)"
             if token in TYPES:  # a mark, or it would not be in the text
-                what, why = "read as text:", LITERAL_REASON
+                reading, why = "read as text:", LITERAL_REASON
             console.print(
-                f"{result.folder.name}: {number:,} samples have {token} in their text; it is {what} {why}",
+                f"{result.folder.name}: {count:,} samples have {token} in their text; it is {reading} {why}",
                 markup=False,
                 soft_wrap=True,
             )
@@ -80,7 +80,7 @@ def _notes(result: Result) -> list[str]:
 
 
 def _listed(names: Counter[str], unit: str) -> str:
-    listed = [f"{name} in {number:,} {unit}" for name, number in names.most_common(MOST_NAMES)]
+    listed = [f"{name} in {count:,} {unit}" for name, count in names.most_common(MOST_NAMES)]
     more = len(names) - len(listed)
     return ", ".join(listed) + (f", and {more} more" if more else "")
 
@@ -97,7 +97,7 @@ def _totals(results: Sequence[Result]) -> Table:
         counts.append(add_up(counts))
         seconds.append(sum(seconds))
         rows_made.append(sum(rows_made))
-        shards.append((sum(number for number, _ in shards), sum(made for _, made in shards)))
+        shards.append((sum(total for total, _ in shards), sum(written for _, written in shards)))
     table = Table("", *names, box=box.SIMPLE, title="Prepared")
     table.add_row("samples", *(f"{c.conversations:,}" for c in counts))
     if any(c.entries != c.conversations for c in counts):
@@ -110,7 +110,7 @@ def _totals(results: Sequence[Result]) -> Table:
         table.add_row("videos", *(f"{c.videos:,} ({c.frames:,} frames)" for c in counts))
     if any(c.sounds for c in counts):
         table.add_row("sounds", *(f"{c.sounds:,} ({c.sound_seconds / 3600:,.2f} h)" for c in counts))
-    table.add_row("shards", *(f"{number:,} ({made:,} new)" for number, made in shards))
+    table.add_row("shards", *(f"{total:,} ({written:,} new)" for total, written in shards))
     table.add_row("size", *(_size(c.bytes) for c in counts))
     table.add_row("seconds", *(f"{s:,.1f}" for s in seconds))
     table.add_row("samples/s", *(f"{m / s:,.0f}" if m else "-" for m, s in zip(rows_made, seconds, strict=True)))
@@ -121,8 +121,8 @@ def _bars(histogram: Histogram, title: str) -> Table:
     """Return a bar chart with half an octave per line."""
     step = BINS_PER_OCTAVE // 2
     lines: dict[int, int] = {}
-    for number, count in histogram.bins.items():
-        lines[number // step] = lines.get(number // step, 0) + count
+    for index, count in histogram.bins.items():
+        lines[index // step] = lines.get(index // step, 0) + count
     most = max(lines.values())
     mean = histogram.total / histogram.number
     caption = f"mean {mean:,.0f}, largest {histogram.largest:,}"
@@ -133,9 +133,9 @@ def _bars(histogram: Histogram, title: str) -> Table:
     return table
 
 
-def _edge(number: int) -> int:
+def _edge(index: int) -> int:
     """Return the smallest integer of a bin."""
-    return -int(-(2 ** (number / BINS_PER_OCTAVE)) // 1)
+    return -int(-(2 ** (index / BINS_PER_OCTAVE)) // 1)
 
 
 def _size(num_bytes: float) -> str:

@@ -37,10 +37,10 @@ def check_dataset(path: Path | str | None, split: str = SPLIT) -> list[Path | EP
         raise DataError("no data path given; set data.path (--data-path)")
     location = locate(path)
     leaves = reading(location, lambda: _leaves(location, split))
-    found = [problem for leaf in leaves for problem in reading(leaf.path, partial(_check_leaf, leaf))]
-    if found:
+    errors = [problem for leaf in leaves for problem in reading(leaf.path, partial(_check_leaf, leaf))]
+    if errors:
         title = f"{path} cannot be trained on" if split == SPLIT else f"{path} has no validation part: {NO_VALIDATION}"
-        raise DataError(problems(title, list(dict.fromkeys(found))))
+        raise DataError(problems(title, list(dict.fromkeys(errors))))
     folders = dict.fromkeys(leaf.path for leaf in leaves)
     return [folder.local_path() if folder.is_local() else folder for folder in folders]
 
@@ -94,9 +94,9 @@ def _hash(*parts: bytes) -> str:
 def refuse_endless(path: Path | str) -> None:
     """Raise DataError if opening a dataset of a path would block forever, or use all memory."""
     leaves = [leaf for leaf in _leaves(locate(path), SPLIT) if leaf.path.is_local()]
-    found = [problem for leaf in leaves for problem in _endless(leaf)]
-    if found:
-        raise DataError(problems(f"{path} cannot be opened", list(dict.fromkeys(found))))
+    errors = [problem for leaf in leaves for problem in _endless(leaf)]
+    if errors:
+        raise DataError(problems(f"{path} cannot be opened", list(dict.fromkeys(errors))))
 
 
 def _endless(leaf: Leaf) -> list[str]:
@@ -110,10 +110,10 @@ def _endless(leaf: Leaf) -> list[str]:
         listed = [*(content["split_parts"].get(leaf.part) or ()), *(content.get("exclude") or ())]
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError):
         return []  # reported elsewhere
-    number = sum(num_names(pattern) for pattern in listed if isinstance(pattern, str))
-    if number <= MOST_NAMES:
+    count = sum(num_names(pattern) for pattern in listed if isinstance(pattern, str))
+    if count <= MOST_NAMES:
         return []
-    return [f"{meta / leaf.split_file} lists {number} shards; the limit is {MOST_NAMES}; prepare the dataset again"]
+    return [f"{meta / leaf.split_file} lists {count} shards; the limit is {MOST_NAMES}; prepare the dataset again"]
 
 
 def _kind(location: EPath) -> Literal["file", "folder", "nothing"]:
@@ -139,18 +139,18 @@ def _leaves(location: EPath, split: str) -> list[Leaf]:
 def _check_leaf(leaf: Leaf) -> list[str]:
     path = leaf.path
     kind = _kind(path)
-    found = check_profile(path)
+    errors = check_profile(path)
     if kind == "file":
         if path.internal_path.suffix != ".jsonl":
             return [f"{path} is neither a prepared folder nor a .jsonl file"]
-        return found + _check_shards(leaf)
+        return errors + _check_shards(leaf)
     if kind == "nothing":
         return [f"{path} does not exist{URL_HINT if ':/' in str(path.internal_path) else ''}"]
     unfinished = _check_meta(leaf)
     if unfinished is not None:
         return [unfinished]
     endless = _endless(leaf) if path.is_local() else []
-    return endless or found + _check_shards(leaf)
+    return endless or errors + _check_shards(leaf)
 
 
 def _check_meta(leaf: Leaf) -> str | None:
@@ -180,12 +180,12 @@ def _check_meta(leaf: Leaf) -> str | None:
 
 def num_names(pattern: str) -> int:
     """Return the maximum number of names that a brace pattern expands to, such as 10 for `{0..9}.tar`."""
-    number = 1
+    count = 1
     while (group := BRACES.search(pattern)) is not None:
         first, last, names = group["first"], group["last"], group["names"]
-        number *= abs(int(last) - int(first)) + 1 if first is not None else (names or "").count(",") + 1
+        count *= abs(int(last) - int(first)) + 1 if first is not None else (names or "").count(",") + 1
         pattern = pattern[: group.start()] + pattern[group.end() :]
-    return number
+    return count
 
 
 def _check_shards(leaf: Leaf) -> list[str]:

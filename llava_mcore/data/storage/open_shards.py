@@ -38,12 +38,12 @@ class OpenShard:
         self._file = _opened(path, buffering=0)  # of thousands of open files, buffers would take much memory
         self.tar_index = TarIndex(lambda: _opened(path))
 
-    def ends(self, number: int) -> tuple[int, int] | None:
+    def ends(self, index: int) -> tuple[int, int] | None:
         """Return the bytes [start, end) of a sample; None if the index does not contain it."""
-        if not 0 <= number < len(self._offsets) // OFFSET.size - 1:
+        if not 0 <= index < len(self._offsets) // OFFSET.size - 1:
             return None
-        start: int = OFFSET.unpack_from(self._offsets, number * OFFSET.size)[0]
-        end: int = OFFSET.unpack_from(self._offsets, (number + 1) * OFFSET.size)[0]
+        start: int = OFFSET.unpack_from(self._offsets, index * OFFSET.size)[0]
+        end: int = OFFSET.unpack_from(self._offsets, (index + 1) * OFFSET.size)[0]
         return (start, end) if start <= end else None
 
     def read(self, start: int, end: int) -> bytes | None:
@@ -126,8 +126,8 @@ class OpenShards:
                 "raise the limit with `ulimit -n` before the start, or lower data.num_streams"
             ) from error
 
-    def _close_all_but(self, number: int) -> None:
-        while len(self._shards) > number:
+    def _close_all_but(self, count: int) -> None:
+        while len(self._shards) > count:
             self._shards.popitem(last=False)[1].close()
 
 

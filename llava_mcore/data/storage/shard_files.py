@@ -50,9 +50,9 @@ def check_shards(leaf: Path, *, split_part: str = "train", split_config: str = "
     except META_ERRORS as error:
         return [f"{leaf / '.nv-meta'} is not valid, prepare the dataset again: {_said(error)}"]
     checks = (_check_shard(leaf / shard.name, shard.count) for shard in meta.shards)
-    found = [problem for problem in checks if problem is not None]
-    more = len(found) - SHOWN
-    return found if more <= 0 else [*found[:SHOWN], f"{leaf}: {more} more shards with such problems"]
+    errors = [problem for problem in checks if problem is not None]
+    more = len(errors) - SHOWN
+    return errors if more <= 0 else [*errors[:SHOWN], f"{leaf}: {more} more shards with such problems"]
 
 
 def _said(error: Exception) -> str:
@@ -145,6 +145,6 @@ def known_shards(leaf: Path) -> dict[str, int]:
     """
     file = leaf / ".nv-meta" / ".info.json"
     counts = read_object(file, DataError).get("shard_counts")
-    if not isinstance(counts, dict) or not all(type(number) is int for number in counts.values()):
+    if not isinstance(counts, dict) or not all(type(count) is int for count in counts.values()):
         raise DataError(f"{file}: shard_counts: expected the number of samples of each shard, found {str(counts)[:80]}")
     return counts

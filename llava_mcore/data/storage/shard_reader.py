@@ -68,17 +68,17 @@ class ShardReader(ShardInfosITarReader):
 
         A part without contents, such as a symbolic link, is returned as `NoContents`.
         """
-        number = bisect_right(self.shard_count_cumsum, idx) - 1
-        if not 0 <= number < len(self.shard_infos):
+        index = bisect_right(self.shard_count_cumsum, idx) - 1
+        if not 0 <= index < len(self.shard_infos):
             return super().__getitem__(idx)
-        info = self.shard_infos[number]
+        info = self.shard_infos[index]
         self._used.add(info.path)
         shard = OPEN_SHARDS.get(info.path)
-        files = self._files(shard, idx - self.shard_count_cumsum[number])
-        found = None if files is None else self._parts(shard, files)
-        if found is None:
+        files = self._files(shard, idx - self.shard_count_cumsum[index])
+        sample = None if files is None else self._parts(shard, files)
+        if sample is None:
             return super().__getitem__(idx)
-        key, parts, names = found
+        key, parts, names = sample
         if self.sample_filter is not None and not self.sample_filter(f"{info.name}/{key}"):
             return None
         source = SourceInfo(dataset_path=self.base_path, index=idx, shard_name=info.name, file_names=tuple(names))
@@ -97,9 +97,9 @@ class ShardReader(ShardInfosITarReader):
             OPEN_SHARDS.close(path)
         self._used.clear()
 
-    def _files(self, shard: OpenShard, number: int) -> list[File] | None:
+    def _files(self, shard: OpenShard, index: int) -> list[File] | None:
         """Return the members of a sample. None if energon's own reader has to be used."""
-        ends = shard.ends(number)
+        ends = shard.ends(index)
         if ends is None:
             return None
         start, end = ends
@@ -112,14 +112,14 @@ class ShardReader(ShardInfosITarReader):
         try:
             if files is None:
                 files = read_block(block, start, self._most_bytes)
-            files = [*self._links_before(shard, number, start), *files]
+            files = [*self._links_before(shard, index, start), *files]
         except (ValueError, tarfile.TarError):
             return None
         return files
 
-    def _links_before(self, shard: OpenShard, number: int, start: int) -> list[File]:
+    def _links_before(self, shard: OpenShard, index: int, start: int) -> list[File]:
         """Return links before a sample. In the index, a sample starts at its first regular file."""
-        before = shard.ends(number - 1)
+        before = shard.ends(index - 1)
         begin = 0 if before is None else before[0]
         if start - begin < BLOCKSIZE or start - begin > self._most_bytes:
             return []
@@ -143,7 +143,7 @@ class ShardReader(ShardInfosITarReader):
     def _parts(self, shard: OpenShard, files: list[File]) -> tuple[str, dict[str, Any], list[str]] | None:
         """Return key, parts and file names of a sample. None if energon's own reader has to be used: files of several
         samples."""
-        named = [(*found, name, data) for name, data in files if (found := _split(name)) is not None]
+        named = [(*stem_and_part, name, data) for name, data in files if (stem_and_part := _split(name)) is not None]
         # Links of the next sample come after this one, so they do not determine the key.
         keys = {key for key, _, _, data in named if not isinstance(data, Link)}
         if len(keys) != 1:
@@ -163,8 +163,8 @@ class ShardReader(ShardInfosITarReader):
 
 def _split(name: str) -> tuple[str, str] | None:
     """Return key and part of a member's name; None if it does not belong to a sample."""
-    found = split_name_re.match(name)
-    return None if found is None or skip_meta_re.match(name) else (found[1], found[2])
+    match = split_name_re.match(name)
+    return None if match is None or skip_meta_re.match(name) else (match[1], match[2])
 
 
 def _is_needed(part: str) -> bool:

@@ -73,23 +73,23 @@ def read_block(block: bytes, start: int, most_bytes: int) -> list[tuple[str, byt
     Raises:
         ValueError, tarfile.TarError: the block is not valid.
     """
-    found: list[tuple[str, bytes | Link | NoContents]] = []
+    entries: list[tuple[str, bytes | Link | NoContents]] = []
     with closing(open_tar(BytesIO(block))) as tar:
         for member in members(tar):
             if member.type in LINKS:
-                found.append((member.name, Link(member.type, member.linkname, start + member.offset)))
+                entries.append((member.name, Link(member.type, member.linkname, start + member.offset)))
             elif member.isfile() and member.size > most_bytes:
-                found.append((member.name, NoContents(f"it has {member.size} bytes; the limit is {most_bytes}")))
+                entries.append((member.name, NoContents(f"it has {member.size} bytes; the limit is {most_bytes}")))
             elif member.isfile():
                 file = tar.extractfile(member)
                 assert file is not None
                 content = file.read()
                 if len(content) != member.size:
                     raise ValueError(f"the file ends within {member.name!r}")
-                found.append((member.name, content))
+                entries.append((member.name, content))
         if tar.offset < len(block):  # tarfile treats a damaged header as the end
             raise ValueError(f"there is no header at byte {start + tar.offset}")
-    return found
+    return entries
 
 
 class TarIndex:
@@ -118,16 +118,18 @@ class TarIndex:
 
     def _read(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return header, first byte and size of all files by their names, up to the first invalid header."""
-        found: dict[str, list[tuple[int, int, int]]] = {}
+        positions: dict[str, list[tuple[int, int, int]]] = {}
         with self._opened() as file:
             try:
                 with closing(open_tar(file)) as tar:
                     for member in members(tar):
                         if member.isreg() and not member.issparse():
-                            found.setdefault(member.name, []).append((member.offset, member.offset_data, member.size))
-                        elif member.islnk() and member.linkname in found:  # a link to a link
-                            _, start, size = found[member.linkname][-1]
-                            found.setdefault(member.name, []).append((member.offset, start, size))
+                            positions.setdefault(member.name, []).append(
+                                (member.offset, member.offset_data, member.size)
+                            )
+                        elif member.islnk() and member.linkname in positions:  # a link to a link
+                            _, start, size = positions[member.linkname][-1]
+                            positions.setdefault(member.name, []).append((member.offset, start, size))
             except (ValueError, tarfile.TarError):
                 pass
-        return found
+        return positions

@@ -38,11 +38,11 @@ def collate(
         num_axes: of a position.
     """
     make = _pack if packed else _pad
-    return make(samples, _Media(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
+    return make(samples, _MediaCollator(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
 
 
 @dataclass(frozen=True)
-class _Media:
+class _MediaCollator:
     """Concatenates the media of a micro-batch."""
 
     fields: Fields
@@ -58,12 +58,12 @@ class _Media:
         """Return the positions [axes, b, s] of rows whose plain ones are [b, s]; these themselves for one axis."""
         if self.num_axes == 1:
             return plain
-        found = np.tile(plain, (self.num_axes, 1, 1))
+        ids = np.tile(plain, (self.num_axes, 1, 1))
         for conversation, (row, start) in zip(conversations, places, strict=True):
             pictures, starts = [x.tokens for x in conversation.media], [x.start for x in conversation.media]
-            own = position_ids(len(conversation), pictures, starts, self.num_axes)
-            found[:, row, start : start + len(conversation)] = own
-        return found
+            own_ids = position_ids(len(conversation), pictures, starts, self.num_axes)
+            ids[:, row, start : start + len(conversation)] = own_ids
+        return ids
 
     def tensors(
         self, pixels: Sequence[Tensor], conversations: Sequence[TokenConversation], starts: Sequence[int]
@@ -71,11 +71,13 @@ class _Media:
         """Return every field. `starts`: start of each conversation in the flattened [b * s]."""
         pictures = [item.tokens for conversation in conversations for item in conversation.media]
         begins = [start + item.start for c, start in zip(conversations, starts, strict=True) for item in c.media]
-        own = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
-        return own | index_values(self.fields, pictures, begins)
+        pixel_fields = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
+        return pixel_fields | index_values(self.fields, pictures, begins)
 
 
-def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
+def _pad(
+    samples: Sequence[EncodedSample], media: _MediaCollator, seq_length: int, pad_token_id: int, multiple: int
+) -> Batch:
     """Pad every conversation, one per sample, on the right to the longest one (rounded up, at most seq_length).
 
     A pipeline needs the same length for all micro-batches of a step, and pads further by itself.
@@ -87,7 +89,9 @@ def _pad(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_t
     return _batch(samples, conversations, places, plain, pad_token_id, media)
 
 
-def _pack(samples: Sequence[EncodedSample], media: _Media, seq_length: int, pad_token_id: int, multiple: int) -> Batch:
+def _pack(
+    samples: Sequence[EncodedSample], media: _MediaCollator, seq_length: int, pad_token_id: int, multiple: int
+) -> Batch:
     """Concatenate all conversations into one row; b packs give at most b * seq_length tokens."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
     ends = np.cumsum([0, *map(len, conversations)])
@@ -111,7 +115,7 @@ def _batch(
     places: Sequence[tuple[int, int]],
     plain: NDArray[np.int64],
     pad_token_id: int,
-    media: _Media,
+    media: _MediaCollator,
 ) -> Batch:
     """Write conversations into rows, each starting at its (row, column). `plain`: positions [b, s] of text alone."""
     shape = plain.shape

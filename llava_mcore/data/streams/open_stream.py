@@ -31,7 +31,7 @@ SAMPLES_PER_SLICE = 100
 
 
 def open_stream(
-    number: int,
+    index: int,
     num_streams: int,
     data: DataConfig,
     encoder: ChatTaskEncoder,
@@ -51,7 +51,7 @@ def open_stream(
     repeat_parts_exactly()
     refuse_named_code()
     workers = WorkerConfig(
-        rank=number,
+        rank=index,
         world_size=num_streams,
         num_workers=1,
         seed_offset=encoder.seed,

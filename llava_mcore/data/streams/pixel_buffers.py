@@ -41,15 +41,15 @@ class PixelBuffers:
                 written; there is one more buffer for safety.
         """
         self.num_ahead = num_ahead
-        self._number = next(_NUMBERS)
-        _OPEN[self._number] = self
+        self._index = next(_NUMBERS)
+        _OPEN[self._index] = self
         num_buffers = num_ahead + 2
         memory = mmap.mmap(-1, num_buffers * max(1, num_bytes))
         self._buffers = torch.frombuffer(memory, dtype=torch.uint8).view(num_buffers, -1)
         self._next = 0
 
     def __reduce__(self) -> tuple[Callable[[int], PixelBuffers], tuple[Any, ...]]:
-        return _opened, (self._number,)
+        return _opened, (self._index,)
 
     def put(self, pixels: Tensor) -> Buffered | None:
         """Put tiles [tiles, 3, h, w] or patches [patches, f] into the next buffer.
@@ -60,9 +60,9 @@ class PixelBuffers:
         if not pixels.numel() or pixels.nbytes > self._buffers.shape[1]:
             return None
         buffer, self._next = self._next, (self._next + 1) % len(self._buffers)
-        found = Buffered(buffer, tuple(laid_out.shape), pixels.dtype)
-        self._view(found).copy_(laid_out)
-        return found
+        buffered = Buffered(buffer, tuple(laid_out.shape), pixels.dtype)
+        self._view(buffered).copy_(laid_out)
+        return buffered
 
     def take(self, buffered: Buffered, *, pinned: bool) -> Tensor:
         """Return a copy of what was put in, in pinned memory if asked to."""
@@ -79,5 +79,5 @@ _OPEN: WeakValueDictionary[int, PixelBuffers] = WeakValueDictionary()
 """All of this process: torch's thread that pins memory receives deliveries, and nothing else."""
 
 
-def _opened(number: int) -> PixelBuffers:
-    return _OPEN[number]
+def _opened(index: int) -> PixelBuffers:
+    return _OPEN[index]

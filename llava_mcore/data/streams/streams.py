@@ -56,7 +56,7 @@ def default_num_streams(num_samples: int, dp_size: int) -> int:
     Few samples are divided into fewer streams. Other numbers of ranks get a multiple of both if there is enough data.
     """
     most = max(1, num_samples // LEAST_SAMPLES)
-    usual = next(number for number in NUMBERS_OF_STREAMS if number <= most)
+    usual = next(count for count in NUMBERS_OF_STREAMS if count <= most)
     multiple = math.lcm(usual, dp_size)
     return multiple if multiple <= most else usual
 
@@ -90,7 +90,7 @@ def warnings_of_ranks(num_streams: int, dp_size: int) -> list[str]:
     if num_streams % dp_size == 0:
         return []
     times = dp_size // math.gcd(num_streams, dp_size)
-    divisors = ", ".join(str(number) for number in range(1, num_streams + 1) if num_streams % number == 0)
+    divisors = ", ".join(str(divisor) for divisor in range(1, num_streams + 1) if num_streams % divisor == 0)
     return [
         f"{dp_size} data-parallel ranks do not divide the {num_streams} streams of the data (data.num_streams): the "
         f"global batches are those of any number of ranks, but every rank reads {times} times as much as it uses. "
@@ -115,10 +115,10 @@ def newest(states: Sequence[dict[int, Any]]) -> dict[int, Any]:
     """Return the position of every stream. Of several, all after the same batch, the one with fewest to build again."""
     positions: dict[int, Any] = {}
     for state in states:
-        for number, position in state.items():
-            before = positions.get(number)
+        for index, position in state.items():
+            before = positions.get(index)
             if before is None or (position is not None and position["num_batches"] > before["num_batches"]):
-                positions[number] = position
+                positions[index] = position
     return positions
 
 
@@ -129,7 +129,7 @@ def scaled(position: dict[str, Any] | None, times: int) -> dict[str, Any] | None
     return {name: value * times if name in ("num_batches", "further") else value for name, value in position.items()}
 
 
-class Turn(NamedTuple):
+class StreamTurn(NamedTuple):
     """A batch of a stream; its index is counted from 0 at the beginning of the run."""
 
     stream: int
@@ -146,18 +146,18 @@ class Turns:
         """num_batches: number of batches that each stream has returned already."""
         self.num_batches = dict(num_batches)
         """After a turn: what the streams have returned once every rank has had as many turns."""
-        self._queue = [(number, stream) for stream, number in num_batches.items()]
+        self._queue = [(index, stream) for stream, index in num_batches.items()]
         heapq.heapify(self._queue)
         self._rank, self._num_ranks = rank, num_ranks
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Turn:
+    def __next__(self) -> StreamTurn:
         turns = []
         for _ in range(self._num_ranks):
             index, stream = self._queue[0]
-            turns.append(Turn(stream, index))
+            turns.append(StreamTurn(stream, index))
             self.num_batches[stream] = index + 1
             heapq.heapreplace(self._queue, (index + 1, stream))
         return turns[self._rank]
@@ -192,8 +192,8 @@ class Delivery:
         arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
         pixels = in_memory(self.batch.media[PIXEL_VALUES]).contiguous()
         media = {name: value.numpy() for name, value in (self.batch.media | {PIXEL_VALUES: pixels}).items()}
-        own = {name: vars(self)[name] for name in ("stream", "position", "buffered", "buffers")}
-        return own | {"fields": fields | arrays, "arrays": list(arrays), "media": media}
+        small = {name: vars(self)[name] for name in ("stream", "position", "buffered", "buffers")}
+        return small | {"fields": fields | arrays, "arrays": list(arrays), "media": media}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         fields = state["fields"]
@@ -283,8 +283,8 @@ class Stream:
             hint = f"; {MEMORY_ADVICE}" if isinstance(cause, MemoryError) else ""
             return f"{self._name} cannot be read: {reason}{hint}. {error!s:.{SHOWN_CHARS}}"
         skips = self._skips.take()
-        shown = [str(skip) for skip in skips[-SHOWN_SKIPS:]]
-        return problems(f"{len(skips)} samples in a row cannot be used; the last ones", shown)
+        last = [str(skip) for skip in skips[-SHOWN_SKIPS:]]
+        return problems(f"{len(skips)} samples in a row cannot be used; the last ones", last)
 
 
 def _cause(error: BaseException) -> BaseException | None:
@@ -306,10 +306,10 @@ class StreamServer(IterableDataset[Delivery]):
         self._turns = turns
 
     def __iter__(self) -> Iterator[Delivery]:
-        for number, index in self._turns:
-            if number in self.streams:
-                stream = self.streams[number]
-                delivery = Delivery(number, stream.batch(index), stream.position())
+        for stream_index, index in self._turns:
+            if stream_index in self.streams:
+                stream = self.streams[stream_index]
+                delivery = Delivery(stream_index, stream.batch(index), stream.position())
                 media = delivery.batch.media
                 if self.buffers is not None:
                     delivery.buffered = self.buffers.put(media[PIXEL_VALUES])

@@ -78,13 +78,13 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         if not single and not self.data.packing:
             raise DataError("the sample was packed when it was written; train with --packing")
         keys = [chat.__key__ if single else f"{chat.__key__}#{i}" for i in range(len(chat.conversations))]
-        found = [
+        conversations = [
             self._fitted(tokenize(self.prompted(chat, conversation, key), self.assets, key))
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
-        num_patches = sum(conversation.num_patches for conversation in found)
+        num_patches = sum(conversation.num_patches for conversation in conversations)
         tokens = TokenSample.derive_from(
-            chat, conversations=found, num_tokens=sum(map(len, found)), num_patches=num_patches
+            chat, conversations=conversations, num_tokens=sum(map(len, conversations)), num_patches=num_patches
         )
         most = self.data.max_media_tokens
         if most is not None and num_patches > most:  # each conversation has fewer
@@ -130,18 +130,18 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         return EncodedSample.derive_from(sample, conversations=sample.conversations, pixel_values=pixel_values)
 
     def _without_broken(self, sample: TokenSample) -> EncodedSample:
-        kept: list[TokenConversation] = []
+        usable: list[TokenConversation] = []
         pixels: list[torch.Tensor] = []
         for conversation in sample.conversations:
             try:
                 pixels.append(self.assets.images.tiles(conversation.media))
-                kept.append(conversation)
+                usable.append(conversation)
             except DataError as error:
                 sources = [s for s in sample.__sources__ or () if _made_of(s.file_names, conversation.key)]
                 self.skips.note(conversation.key, sources, error)
-        if not kept:
+        if not usable:
             raise SkipSample
-        return EncodedSample.derive_from(sample, conversations=kept, pixel_values=torch.cat(pixels))
+        return EncodedSample.derive_from(sample, conversations=usable, pixel_values=torch.cat(pixels))
 
     @stateless
     def batch(self, samples: list[EncodedSample]) -> Batch:

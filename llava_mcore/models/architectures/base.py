@@ -139,15 +139,15 @@ class TileArchitecture(Architecture):
         """Return why a processor would expand a picture to other tokens than `media`, a message each."""
         if settings.get("patch_size") is None:
             return []  # written before processors expanded the placeholder
-        wanted = self.features_per_tile(hf)
+        expected = self.features_per_tile(hf)
         side = image_side(hf.vision_config) // int(settings["patch_size"])
         served = side**2 + int(settings.get("num_additional_image_tokens") or 0)
         served -= 1 if settings.get("vision_feature_select_strategy") == "default" else 0
-        if served == wanted:
+        if served == expected:
             return []
         return [
             f"patch_size, num_additional_image_tokens and vision_feature_select_strategy give {served} tokens per "
-            f"picture, but the model's config.json gives {wanted} features; correct the processor's settings"
+            f"picture, but the model's config.json gives {expected} features; correct the processor's settings"
         ]
 
     def tower_features_per_tile(self, hf: PretrainedConfig) -> int:

@@ -107,20 +107,20 @@ def _unusable_parts(hf: PretrainedConfig) -> list[str]:
         ),
         "the connector": lambda: architecture.connector(hf).config_from_hf(hf),
     }
-    found = []
+    errors = []
     for name, describe in parts.items():
         try:
             describe()
         except ConversionError:
             continue
         except VALUE_ERRORS as error:
-            found.append(f"in {name}: {error!r}")
-    return found
+            errors.append(f"in {name}: {error!r}")
+    return errors
 
 
 def _unknown_families(hf: PretrainedConfig, values: dict[str, Any]) -> list[str]:
     """Return problems with the families of the parts. `values`: those of config.json."""
-    found = []
+    errors = []
     architecture = architecture_of(hf)
     towers, texts = architecture.towers or towers_of_any_class(), architecture.texts or texts_of_any_class()
     for key, kind, known, reasons in (
@@ -129,8 +129,8 @@ def _unknown_families(hf: PretrainedConfig, values: dict[str, Any]) -> list[str]
     ):
         if kind not in known:
             reason = f": {reasons[kind]}" if kind in reasons else ""
-            found.append(f"{key}.model_type = {kind!r} is not supported{reason}; known: {', '.join(sorted(known))}")
-    return found
+            errors.append(f"{key}.model_type = {kind!r} is not supported{reason}; known: {', '.join(sorted(known))}")
+    return errors
 
 
 def _tower_type(hf: PretrainedConfig, values: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, POSITION_
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.connectors.perceiver import Perceiver
-from llava_mcore.models.media import AroundMedia, Extent, MediaPlan, MediaTokens, Processing, Size
+from llava_mcore.models.media import AroundMedia, MediaBudget, MediaPlan, MediaTokens, Processing, Size
 from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import patch_side
@@ -36,7 +36,7 @@ _STYLE = HfNames("model.vision_model.", "model.connector.", "model.text_model.",
 _DEFAULT_SEQ_LEN = 64
 """The processor's image_seq_len."""
 _NUM_PARTS = 5
-"""Of a picture that is split: its quarters and the whole."""
+"""Parts of a picture that is split: its quarters and the whole."""
 _FAKE = "<fake_token_around_image>"
 """The processor's name of what surrounds a picture, unless the tokenizer has one."""
 
@@ -64,7 +64,7 @@ class Idefics2(Architecture):
         return _Pictures(hf, processing)
 
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
-        """Return the numbers of a patch."""
+        """Return the number of values in a flattened patch, as a shape."""
         return (vision_family(hf.vision_config).patch_numbers(hf.vision_config),)
 
     def connector_products(self, hf: PretrainedConfig, work: MediaWork) -> list[int]:
@@ -84,11 +84,11 @@ class Idefics2(Architecture):
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why the processor's number of tokens per picture differs from the number of latents."""
-        served, wanted = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), hf.perceiver_config.resampler_n_latents
-        if served == wanted:
+        served, expected = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), hf.perceiver_config.resampler_n_latents
+        if served == expected:
             return []
         return [
-            f"image_seq_len gives {served} tokens per picture, but the model's config.json has {wanted} latents "
+            f"image_seq_len gives {served} tokens per picture, but the model's config.json has {expected} latents "
             "(perceiver_config.resampler_n_latents); correct the processor's settings"
         ]
 
@@ -126,14 +126,14 @@ class _Pictures(MediaPlan):
         return [self._tokens([self._grid(part) for part in self._parts_of(size)]) for size in sizes]
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """Every picture has the same tokens."""
-        return Extent(len(self._ids), self.patches_per_tile)
+        return MediaBudget(len(self._ids), self.patches_per_tile)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """Every part with the longest edges."""
-        return Extent(len(self._ids), self.rows_per_tile)
+        return MediaBudget(len(self._ids), self.rows_per_tile)
 
     def _parts_of(self, size: Size) -> list[Size]:
         """Return the heights and widths of what the processor resizes: quarters and the whole, or the whole."""
@@ -156,15 +156,15 @@ class _Pictures(MediaPlan):
         return height // self._side, width // self._side
 
     def _tokens(self, grids: Sequence[Size]) -> MediaTokens:
-        numbers = [rows * columns for rows, columns in grids]
+        counts = [rows * columns for rows, columns in grids]
         return MediaTokens(
             ids=self._ids,
-            num_rows=sum(numbers),
-            num_patches=sum(numbers),
+            num_rows=sum(counts),
+            num_patches=sum(counts),
             num_features=len(self._places),
             values={
                 FEATURE_POSITIONS: self._places,
-                MEDIA_SEQLENS: np.asarray(numbers, dtype=np.int32),
+                MEDIA_SEQLENS: np.asarray(counts, dtype=np.int32),
                 POSITION_ROWS: np.concatenate([position_rows(self._vision, *grid).numpy() for grid in grids]),
             },
         )
@@ -173,17 +173,19 @@ class _Pictures(MediaPlan):
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the patches [patches, f] of pictures, each as large as it is: padding would make them float32."""
-        made = processor(images=[list(pictures)], do_pad=False, **options)["pixel_values"][0]
-        return torch.cat([_patches(torch.as_tensor(part), self._side) for part in made])
+        processed = processor(images=[list(pictures)], do_pad=False, **options)["pixel_values"][0]
+        return torch.cat([_patches(torch.as_tensor(part), self._side) for part in processed])
 
     def processed_pixels(
-        self, made: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
+        self, processed: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
     ) -> Tensor:
         """Return the patches [patches, f] in the output of the folder's own processor, which pads pictures and rows."""
-        pictures, masks = made["pixel_values"].flatten(0, 1), made["pixel_attention_mask"].flatten(0, 1)
+        pictures, masks = processed["pixel_values"].flatten(0, 1), processed["pixel_attention_mask"].flatten(0, 1)
         heights, widths = masks[:, :, 0].sum(1).tolist(), masks[:, 0].sum(1).tolist()
-        found = zip(pictures, map(int, heights), map(int, widths), strict=True)
-        return torch.cat([_patches(x[:, :height, :width], self._side) for x, height, width in found if height])
+        padded_pictures = zip(pictures, map(int, heights), map(int, widths), strict=True)
+        return torch.cat(
+            [_patches(x[:, :height, :width], self._side) for x, height, width in padded_pictures if height]
+        )
 
 
 def _patches(picture: Tensor, side: int) -> Tensor:

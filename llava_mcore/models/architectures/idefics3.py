@@ -29,7 +29,7 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.shuffle_linear import ShuffleLinear
-from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Processing, Size, picture
+from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
 from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import image_side, num_patches
@@ -62,11 +62,11 @@ class Idefics3(TileArchitecture):
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why the processor's number of tokens per tile differs from the model's number of features."""
-        served, wanted = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), self.features_per_tile(hf)
-        if served == wanted:
+        served, expected = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), self.features_per_tile(hf)
+        if served == expected:
             return []
         return [
-            f"image_seq_len gives {served} tokens per tile, but the model's config.json gives {wanted} features;  "
+            f"image_seq_len gives {served} tokens per tile, but the model's config.json gives {expected} features;  "
             "correct the processor's settings"
         ]
 
@@ -119,26 +119,26 @@ class _Grid(MediaPlan):
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles of pictures. They have one size, and padding would make them float32."""
-        made = processor(images=[list(pictures)], do_pad=False, return_tensors="pt", **options)
-        return made["pixel_values"].flatten(0, 1)
+        processed = processor(images=[list(pictures)], do_pad=False, return_tensors="pt", **options)
+        return processed["pixel_values"].flatten(0, 1)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the tokens of a conversation's pictures."""
         return [self._tokens(*self._rows_and_columns(size)) for size in sizes]
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """A long, narrow picture: its longest edge is enlarged to as many tiles as that of any other."""
-        return self._extent(1, self._longest)
+        return self._budget(1, self._longest)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """A square picture."""
-        return self._extent(self._longest, self._longest)
+        return self._budget(self._longest, self._longest)
 
-    def _extent(self, height: int, width: int) -> Extent:
+    def _budget(self, height: int, width: int) -> MediaBudget:
         (item,) = self.tokens([(height, width)])
-        return Extent(len(item), item.num_patches)
+        return MediaBudget(len(item), item.num_patches)
 
     def _rows_and_columns(self, size: Size) -> Size:
         """Return rows and columns of tiles, 0 and 0 for a single tile (`resize_for_vision_encoder`)."""
@@ -173,8 +173,8 @@ class _Grid(MediaPlan):
             "".join(f"{self._fake}<row_{i + 1}_col_{j + 1}>{placeholders}" for j in range(columns)) + "\n"
             for i in range(rows)
         ]
-        whole = f"{self._fake}{self._global}{placeholders}{self._fake}"
-        return "".join(lines) + "\n" * bool(rows) + whole
+        global_view = f"{self._fake}{self._global}{placeholders}{self._fake}"
+        return "".join(lines) + "\n" * bool(rows) + global_view
 
 
 def _check_settings(images: BaseImageProcessor, side: int) -> None:

@@ -25,7 +25,7 @@ from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.architectures.llava import NAMES
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.pixel_shuffle import PixelShuffle
-from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Processing, Size, picture
+from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
 from llava_mcore.models.names import KnownNames
 from llava_mcore.models.vision.features import FeatureChoice, feature_choice
 from llava_mcore.models.vision.geometry import num_patches
@@ -78,11 +78,11 @@ class InternVl(TileArchitecture):
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
         """Return why InternVLProcessor's number of tokens per tile differs from the model's number of features."""
-        served, wanted = settings.get("image_seq_length", _DEFAULT_SEQ_LENGTH), self.features_per_tile(hf)
-        if served == wanted:
+        served, expected = settings.get("image_seq_length", _DEFAULT_SEQ_LENGTH), self.features_per_tile(hf)
+        if served == expected:
             return []
         return [
-            f"image_seq_length gives {served} tokens per tile, but the model's config.json gives {wanted} features; "
+            f"image_seq_length gives {served} tokens per tile, but the model's config.json gives {expected} features; "
             "correct the processor's settings"
         ]
 
@@ -121,19 +121,19 @@ class _Tiles(MediaPlan):
         return [self._tokens(self._num_tiles(size)) for size in sizes]
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """The fewest tiles."""
-        return self._extent(self._fewest)
+        return self._budget(self._fewest)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """The most tiles."""
-        return self._extent(self._most)
+        return self._budget(self._most)
 
-    def _extent(self, num_tiles: int) -> Extent:
+    def _budget(self, num_tiles: int) -> MediaBudget:
         """Several tiles have a thumbnail."""
         item = self._tokens(num_tiles + int(num_tiles > 1))
-        return Extent(len(item), item.num_patches)
+        return MediaBudget(len(item), item.num_patches)
 
     def _num_tiles(self, size: Size) -> int:
         """Return the number of tiles of a picture, including a thumbnail if there are several."""

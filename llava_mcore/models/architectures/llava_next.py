@@ -43,13 +43,13 @@ class LlavaNext(Llava):
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
         """Return how pictures are split. Raises like `media`."""
         vision = hf.vision_config
-        side, wanted = image_side(vision), num_patches(vision)
-        found = self.features_per_tile(hf)
-        if found != wanted:
+        side, expected = image_side(vision), num_patches(vision)
+        num_features = self.features_per_tile(hf)
+        if num_features != expected:
             raise ConversionError(
-                f"vision_feature_select_strategy = {hf.vision_feature_select_strategy!r} leaves {found} features of a "
-                f"tile of {wanted} patches, but {type(hf).__name__} lays them out as a square: take 'default' for a "
-                "tower with a class token and 'full' for one without"
+                f"vision_feature_select_strategy = {hf.vision_feature_select_strategy!r} leaves {num_features} features"
+                f" of a tile of {expected} patches, but {type(hf).__name__} lays them out as a square: take 'default' "
+                "for a tower with a class token and 'full' for one without"
             )
         pinpoints = tuple((int(height), int(width)) for height, width in hf.image_grid_pinpoints)
         odd = [point for point in pinpoints if point[0] % side or point[1] % side]

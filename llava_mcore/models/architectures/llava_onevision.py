@@ -39,7 +39,7 @@ class LlavaOnevision(LlavaNext):
 
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
         """Return how pictures are split. Raises ConversionError also if that is not anyres_max_N."""
-        found = _ASPECT_RATIO.fullmatch(str(hf.vision_aspect_ratio))
-        if found is None:
+        match = _ASPECT_RATIO.fullmatch(str(hf.vision_aspect_ratio))
+        if match is None:
             raise ConversionError(f"vision_aspect_ratio = {hf.vision_aspect_ratio!r}: expected 'anyres_max_9' or such")
-        return replace(super().anyres(hf), max_tiles=int(found[1]), several_as_base=True)
+        return replace(super().anyres(hf), max_tiles=int(match[1]), several_as_base=True)

@@ -15,7 +15,7 @@ from llava_mcore.batch_fields import SOUND_FIELDS, Fields, MediaWork
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.connectors.connector import Connector
-from llava_mcore.models.connectors.linear import Linear
+from llava_mcore.models.connectors.linear import LinearConnector
 from llava_mcore.models.media import MediaPlan, Processing
 from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
@@ -49,7 +49,7 @@ class Qwen2Audio(Architecture):
 
     def connector(self, hf: PretrainedConfig) -> Connector:
         """Return the linear layer."""
-        return Linear()
+        return LinearConnector()
 
     def features(self, hf: PretrainedConfig) -> FeatureChoice:
         """Return the last layer's output."""

@@ -55,7 +55,7 @@ class Qwen2Vl(Architecture):
     towers = Qwen2VlTower.model_types
     texts = ("qwen2_vl_text",)
     whole_model: ClassVar[type[PreTrainedModel]] = Qwen2VLModel
-    """Whose get_rope_index says what positions are."""
+    """Hugging Face class whose `get_rope_index` defines the position ids."""
     plan: ClassVar[type[PatchPlan]] = PatchPlan
     resizes_to_range = True
     takes_videos = True
@@ -77,7 +77,7 @@ class Qwen2Vl(Architecture):
         return str(tokenizer.special_tokens_map.get("video_token", "<|video_pad|>"))
 
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
-        """Return the numbers of a patch."""
+        """Return the number of values in a flattened patch, as a shape."""
         return (qwen_tower(hf.vision_config).patch_numbers(hf.vision_config),)
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, WhisperFeatureExtractor
 from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, SOUND_FIELDS
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.audio.lengths import ROWS_BEFORE, ClipLengths
-from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Size
+from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Size
 
 FRAMES_AFTER = 4
 """Frames of silence after a clip that are computed. The last two do not depend on it, and equal all that follow."""
@@ -36,7 +36,7 @@ class AudioPlan(MediaPlan):
     def __init__(self, hf: PretrainedConfig, extractor: WhisperFeatureExtractor) -> None:
         """Raises ConversionError for a feature extractor whose frames are not those of the encoder."""
         check_extractor(extractor, hf.audio_config)
-        self._given = (hf, extractor)
+        self._arguments = (hf, extractor)
         self.fields, self.audio_token_id = SOUND_FIELDS, int(hf.audio_token_id)
         self.sampling_rate, self.hop_length = int(extractor.sampling_rate), int(extractor.hop_length)
         self.most_samples = int(extractor.n_samples)
@@ -45,7 +45,7 @@ class AudioPlan(MediaPlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The cache is not copied."""
-        return type(self), self._given
+        return type(self), self._arguments
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return an empty list without pictures. DataError for pictures."""
@@ -59,13 +59,13 @@ class AudioPlan(MediaPlan):
         Raises:
             DataError: a clip is longer than the encoder takes, or too short for a token.
         """
-        return [self._of_length(self.num_frames(number)) for number in num_samples]
+        return [self._of_length(self.num_frames(count)) for count in num_samples]
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """The longest clip that the encoder takes."""
         item = self._of_length(self.num_frames(self.most_samples))
-        return Extent(len(item), item.num_patches)
+        return MediaBudget(len(item), item.num_patches)
 
     def num_frames(self, num_samples: int) -> int:
         """Return the mel frames of a clip that the encoder attends to. DataError like `audio_tokens`."""
@@ -101,8 +101,8 @@ class AudioPlan(MediaPlan):
             wave: [samples] at `sampling_rate`.
         """
         length = min((self.num_frames(len(wave)) + FRAMES_AFTER) * self.hop_length, self.most_samples)
-        made = extractor(wave, sampling_rate=self.sampling_rate, max_length=length, return_tensors="pt")
-        return self.rows_of(made["input_features"][0], tokens)
+        processed = extractor(wave, sampling_rate=self.sampling_rate, max_length=length, return_tensors="pt")
+        return self.rows_of(processed["input_features"][0], tokens)
 
     def rows_of(self, features: Tensor, tokens: MediaTokens) -> Tensor:
         """Return the encoder's rows of the extractor's features [mel bins, frames], padded or not."""
@@ -114,17 +114,17 @@ class AudioPlan(MediaPlan):
 
 def check_extractor(extractor: WhisperFeatureExtractor, encoder: PretrainedConfig) -> None:
     """Raise ConversionError for settings with other frames than the encoder's."""
-    found = [
-        f"{key} = {value}, not {wanted}"
-        for key, value, wanted in (
+    mismatches = [
+        f"{key} = {value}, not {expected}"
+        for key, value, expected in (
             ("feature_size", extractor.feature_size, encoder.num_mel_bins),
             ("nb_max_frames", extractor.nb_max_frames, 2 * encoder.max_source_positions),
             ("dither", extractor.dither, 0.0),
             ("n_samples % hop_length", extractor.n_samples % extractor.hop_length, 0),
         )
-        if value != wanted
+        if value != expected
     ]
-    if found:
+    if mismatches:
         raise ConversionError(
-            f"{type(extractor).__name__} has {'; '.join(found)}: correct the settings in preprocessor_config.json"
+            f"{type(extractor).__name__} has {'; '.join(mismatches)}: correct the settings in preprocessor_config.json"
         )

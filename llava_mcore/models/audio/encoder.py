@@ -37,7 +37,7 @@ from llava_mcore.parallel.items import Items, MediaLengths
 
 @dataclass(frozen=True)
 class AudioShape:
-    """What TransformerConfig has no field for. `names`, `layers_name`: Hugging Face's."""
+    """Sizes that TransformerConfig has no field for. `names`, `layers_name`: Hugging Face's."""
 
     num_mel_bins: int
     num_positions: int
@@ -53,8 +53,8 @@ class KeylessBiasAttention(SelfAttention):
     exactly zero.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         bias = self.linear_qkv.bias
         if bias.requires_grad:
             bias.register_hook(self._without_keys)
@@ -108,11 +108,11 @@ class AudioTransformer(VisionModule):
         Args:
             pixels, media: without any rows, of which dtypes and devices are taken.
         """
-        found = {
+        blank_media = {
             MEDIA_SEQLENS: media[MEDIA_SEQLENS].new_full((1,), 2),
             FEATURE_POSITIONS: media[FEATURE_POSITIONS].new_zeros(1),
         }
-        return pixels.new_zeros(6, self.shape.num_mel_bins), found, 2
+        return pixels.new_zeros(6, self.shape.num_mel_bins), blank_media, 2
 
     def items(self, media: Mapping[str, Tensor], lengths: MediaLengths) -> Items:
         """Return what belongs to each clip; `lengths`: the values of MEDIA_SEQLENS."""
@@ -162,10 +162,10 @@ class _Clips:
 
     def __init__(self, lengths: Tensor, num_frames: int, num_features: int) -> None:
         """lengths: int64 [c], the hidden frames of each clip. num_frames, num_features: n and m."""
-        starts, numbers = lengths.cumsum(0) - lengths, torch.arange(len(lengths), device=lengths.device)
+        starts, indices = lengths.cumsum(0) - lengths, torch.arange(len(lengths), device=lengths.device)
         counted = torch.arange(num_frames, device=lengths.device)
-        self.first_rows = 2 * (starts + numbers)
-        self.frames = counted + torch.repeat_interleave(numbers, lengths, output_size=num_frames)
+        self.first_rows = 2 * (starts + indices)
+        self.frames = counted + torch.repeat_interleave(indices, lengths, output_size=num_frames)
         self.positions = counted - torch.repeat_interleave(starts, lengths, output_size=num_frames)
         halves = lengths // 2
         before = starts - 2 * (halves.cumsum(0) - halves)

@@ -19,7 +19,7 @@ from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.layers.encoder_layers import WEIGHT_BIAS, layer_entries, require
 
 NORM_EPS = 1e-5
-"""Of every norm of the encoder; transformers has no setting for it."""
+"""Epsilon of every norm of the encoder; transformers has no setting for it."""
 _NAMES = LayerNames(
     norm_before="self_attn_layer_norm",
     query_key_value=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -36,7 +36,7 @@ class Qwen2AudioTower(VisionFamily):
 
     model_types = ("qwen2_audio_encoder",)
     part_of_a_class = True
-    what = "audio encoder"
+    name_in_messages = "audio encoder"
     constants = ("position_embeddings.weight",)
 
     def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:

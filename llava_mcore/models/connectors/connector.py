@@ -45,8 +45,8 @@ class Connector(ABC):
             media: the micro-batch's fields (see `batch_fields`).
             max_seqlen: the largest of MEDIA_SEQLENS, if it has them.
         """
-        found: Tensor = module(features)
-        return found
+        result: Tensor = module(features)
+        return result
 
     @abstractmethod
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:

@@ -16,7 +16,7 @@ from llava_mcore.mapping.table import Entry
 from llava_mcore.models.connectors.connector import Connector, Output
 
 
-class Linear(Connector):
+class LinearConnector(Connector):
     """`linear`, as wide as the language model."""
 
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:

@@ -56,10 +56,10 @@ class PatchMerger(Connector):
 
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields. Raises ConversionError for features of another width."""
-        width, found = hf.text_config.hidden_size, hf.vision_config.to_dict()[self.out_size_key]
-        if width != found:
+        width, out_size = hf.text_config.hidden_size, hf.vision_config.to_dict()[self.out_size_key]
+        if width != out_size:
             raise ConversionError(
-                f"vision_config.{self.out_size_key} = {found} and text_config.hidden_size = {width} must be equal"
+                f"vision_config.{self.out_size_key} = {out_size} and text_config.hidden_size = {width} must be equal"
             )
         tower = qwen_tower(hf.vision_config)
         return {
@@ -109,10 +109,10 @@ class PatchMerger(Connector):
 
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
         """Return the modules of every merger."""
-        found = self._outputs(module, "merger.")
+        outputs = self._outputs(module, "merger.")
         for i in range(self.num_inner):
-            found |= self._outputs(module.get_submodule(f"deepstack_{i}"), f"deepstack_merger_list.{i}.")
-        return found
+            outputs |= self._outputs(module.get_submodule(f"deepstack_{i}"), f"deepstack_merger_list.{i}.")
+        return outputs
 
     def _outputs(self, merger: nn.Module, prefix: str) -> dict[str, Output]:
         names = self.names
@@ -158,6 +158,6 @@ class PatchMergers(Merger):
         The last layer of the tower comes last in the input, as it is the highest.
         """
         *inner, last = hidden_states.chunk(1 + self.num_inner, dim=-1)
-        found = [super().forward(last)]
-        found += [self.get_submodule(f"deepstack_{i}")(x) for i, x in enumerate(inner)]
-        return torch.cat(found, dim=-1) if inner else found[0]
+        merged = [super().forward(last)]
+        merged += [self.get_submodule(f"deepstack_{i}")(x) for i, x in enumerate(inner)]
+        return torch.cat(merged, dim=-1) if inner else merged[0]

@@ -91,8 +91,8 @@ class Perceiver(Connector):
 
     def run(self, module: nn.Module, features: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
         """Return the features [p, l, h] of pictures whose lengths are MEDIA_SEQLENS."""
-        found: Tensor = module(features, media[MEDIA_SEQLENS], max_seqlen)
-        return found
+        result: Tensor = module(features, media[MEDIA_SEQLENS], max_seqlen)
+        return result
 
     def num_features(self, hf: PretrainedConfig, num_features: int) -> int:
         """Return the number of latents."""
@@ -104,7 +104,10 @@ class Perceiver(Connector):
         m, h = megatron + "layers.{layer}.", resampler + "layers.{layer}."
         layer = [
             *(Entry(f"{m}{name}.weight", f"{h}{name}.weight", REPLICATED) for name in _NORMS),
-            *(Entry(f"{m}{ours}.weight", f"{h}self_attn.{name}.weight", COLUMN) for ours, name in _LINEARS.items()),
+            *(
+                Entry(f"{m}{megatron_name}.weight", f"{h}self_attn.{name}.weight", COLUMN)
+                for megatron_name, name in _LINEARS.items()
+            ),
             Entry(m + "linear_proj.weight", h + "self_attn.o_proj.weight", ROW),
             *_gated_entries(m + "mlp.", h + "mlp."),
         ]
@@ -151,20 +154,25 @@ class Perceiver(Connector):
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
         """Return the modules that exist in both models: not gate and value of MLPs, which are fused here."""
         resampler = "perceiver_resampler."
-        found = {"modality_projection.down_proj": ("modality_projection.linear_fc2", False)}
+        pairs = {"modality_projection.down_proj": ("modality_projection.linear_fc2", False)}
         for i, _ in enumerate(module.get_submodule("layers").children()):
-            ours, theirs = f"layers.{i}.", f"{resampler}layers.{i}."
-            found |= {theirs + name: (ours + name, False) for name in _NORMS}
-            found |= {f"{theirs}self_attn.{name}": (ours + linear, True) for linear, name in _LINEARS.items()}
-            found[theirs + "self_attn.o_proj"] = (ours + "linear_proj", False)
-            found[theirs + "mlp.down_proj"] = (ours + "mlp.linear_fc2", False)
-        found[resampler + "norm"] = ("norm", False)
-        return {name: Output(module.get_submodule(ours), divided) for name, (ours, divided) in found.items()}
+            megatron_prefix, hf_prefix = f"layers.{i}.", f"{resampler}layers.{i}."
+            pairs |= {hf_prefix + name: (megatron_prefix + name, False) for name in _NORMS}
+            pairs |= {
+                f"{hf_prefix}self_attn.{name}": (megatron_prefix + linear, True) for linear, name in _LINEARS.items()
+            }
+            pairs[hf_prefix + "self_attn.o_proj"] = (megatron_prefix + "linear_proj", False)
+            pairs[hf_prefix + "mlp.down_proj"] = (megatron_prefix + "mlp.linear_fc2", False)
+        pairs[resampler + "norm"] = ("norm", False)
+        return {
+            name: Output(module.get_submodule(megatron_name), divided)
+            for name, (megatron_name, divided) in pairs.items()
+        }
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the latents read: the features of the first picture, its latents, those of the second, …
+class LatentReads:
+    """The order in which the latents read: the features of the first picture, its latents, those of the second, …
 
     `order`: int64 [n + p * l], indices into all features followed by all latents. `lengths`: where pictures begin,
     among latents and in what they read.
@@ -174,7 +182,7 @@ class Reading:
     lengths: PackedSeqParams
 
     @classmethod
-    def of(cls, seqlens: Tensor, num_features: int, num_latents: int, max_seqlen: int) -> Reading:
+    def of(cls, seqlens: Tensor, num_features: int, num_latents: int, max_seqlen: int) -> LatentReads:
         """Build it on the device of seqlens, without waiting for it.
 
         Args:
@@ -228,7 +236,7 @@ class PerceiverResampler(MegatronModule):
         """
         context, _ = self.modality_projection(features)
         num_pictures, num_latents = len(seqlens), len(self.latents)
-        reading = Reading.of(seqlens, len(features), num_latents, max_seqlen)
+        reading = LatentReads.of(seqlens, len(features), num_latents, max_seqlen)
         latents = self.latents.expand(num_pictures, -1, -1).flatten(0, 1)
         return self.norm(self.layers(latents, context, reading)).unflatten(0, (num_pictures, num_latents))
 
@@ -238,10 +246,10 @@ class PerceiverLayers(MegatronModule):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
-        for number in range(config.num_layers):
-            self.add_module(str(number), PerceiverLayer(config, number + 1))
+        for index in range(config.num_layers):
+            self.add_module(str(index), PerceiverLayer(config, index + 1))
 
-    def forward(self, latents: Tensor, context: Tensor, reading: Reading) -> Tensor:
+    def forward(self, latents: Tensor, context: Tensor, reading: LatentReads) -> Tensor:
         """Return the latents [p * l, h] after all layers."""
         for layer in self.children():
             latents = layer(latents, context, reading)
@@ -282,14 +290,14 @@ class PerceiverLayer(MegatronModule):
         self.post_attention_layernorm = _norm(config)
         self.mlp = _gated_mlp(config, width)
 
-    def forward(self, latents: Tensor, context: Tensor, reading: Reading) -> Tensor:
+    def forward(self, latents: Tensor, context: Tensor, reading: LatentReads) -> Tensor:
         """Return the latents [p * l, h] after reading the context [n, h]."""
         normed = self.input_latents_norm(latents)
         read = torch.cat([self.input_context_norm(context), normed])[reading.order]
         inputs = ((self.linear_q, normed), (self.linear_k, read), (self.linear_v, read))
         heads = [linear(x)[0].unflatten(-1, (-1, self.config.kv_channels)) for linear, x in inputs]  # [t, heads, d]
-        found = self.core_attention(*heads, None, AttnMaskType.no_mask, packed_seq_params=reading.lengths)
-        latents = latents + self.linear_proj(found.flatten(1))[0]
+        attended = self.core_attention(*heads, None, AttnMaskType.no_mask, packed_seq_params=reading.lengths)
+        latents = latents + self.linear_proj(attended.flatten(1))[0]
         return latents + self.mlp(self.post_attention_layernorm(latents))[0]
 
 

@@ -69,9 +69,9 @@ def _log_sum_and_target(
     largest = tl.full((BLOCK,), _LEAST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, NUM_TRUE, BLOCK):
-        found = tl.load(logits + first + columns, mask=first + columns < NUM_TRUE, other=-float("inf"))
-        larger = tl.maximum(largest, found)
-        total = total * tl.exp(largest - larger) + tl.exp(found - larger)
+        values = tl.load(logits + first + columns, mask=first + columns < NUM_TRUE, other=-float("inf"))
+        larger = tl.maximum(largest, values)
+        total = total * tl.exp(largest - larger) + tl.exp(values - larger)
         largest = larger
     top = tl.max(largest, axis=0)
     tl.store(log_sum + token, top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0)))
@@ -95,10 +95,10 @@ def _into_gradients(
     logits += token * ROWS
     gradients += token * ROWS * 2
     columns = tl.arange(0, BLOCK)
-    whole, label, of_label = tl.load(log_sum + token), tl.load(local + token), tl.load(at_target + token)
+    log_total, label, of_label = tl.load(log_sum + token), tl.load(local + token), tl.load(at_target + token)
     for first in range(0, ROWS, BLOCK):
         here = first + columns
-        found = tl.exp(tl.load(logits + here, mask=here < NUM_TRUE, other=-float("inf")) - whole)
-        found = tl.where(here == label, of_label, found)
+        values = tl.exp(tl.load(logits + here, mask=here < NUM_TRUE, other=-float("inf")) - log_total)
+        values = tl.where(here == label, of_label, values)
         tl.debug_barrier()  # the first block's gradients replace its own logits: all threads have read them
-        tl.store(gradients + here, found, mask=here < ROWS)
+        tl.store(gradients + here, values, mask=here < ROWS)

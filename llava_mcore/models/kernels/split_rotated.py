@@ -78,21 +78,21 @@ def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tenso
 
 @triton.jit
 def _move(
-    whole: tl.tensor, to_query: tl.tensor, to_key: tl.tensor, to_value: tl.tensor, masks: tl.tuple, JOINS: tl.constexpr
+    mixed: tl.tensor, to_query: tl.tensor, to_key: tl.tensor, to_value: tl.tensor, masks: tl.tuple, JOINS: tl.constexpr
 ) -> None:
     """Split or join the dims of heads that are not rotated."""
     of_query, of_key, of_value = masks
     of_any = of_query | of_key | of_value
     if JOINS:
-        found = tl.load(to_query, mask=of_query, other=0.0)
-        found += tl.load(to_key, mask=of_key, other=0.0)
-        found += tl.load(to_value, mask=of_value, other=0.0)
-        tl.store(whole, found, mask=of_any)
+        values = tl.load(to_query, mask=of_query, other=0.0)
+        values += tl.load(to_key, mask=of_key, other=0.0)
+        values += tl.load(to_value, mask=of_value, other=0.0)
+        tl.store(mixed, values, mask=of_any)
     else:
-        found = tl.load(whole, mask=of_any, other=0.0)
-        tl.store(to_query, found, mask=of_query)
-        tl.store(to_key, found, mask=of_key)
-        tl.store(to_value, found, mask=of_value)
+        values = tl.load(mixed, mask=of_any, other=0.0)
+        tl.store(to_query, values, mask=of_query)
+        tl.store(to_key, values, mask=of_key)
+        tl.store(to_value, values, mask=of_value)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def _split_rotated(
     group, place = rows // (queries + 2), rows % (queries + 2)
     exists = rows < groups * (queries + 2)
     is_query, is_key, is_value = exists & (place < queries), exists & (place == queries), exists & (place > queries)
-    whole = mixed + (token * groups * (queries + 2) + rows)[:, None] * SIZE
+    rows_at = mixed + (token * groups * (queries + 2) + rows)[:, None] * SIZE
     to_query = query + ((token * groups + group) * queries + place)[:, None] * SIZE
     to_key = key + (token * groups + group)[:, None] * SIZE
     to_value = value + (token * groups + group)[:, None] * SIZE
@@ -136,11 +136,11 @@ def _split_rotated(
         b = tl.load(to_query + second, mask=of_query, other=0.0).to(tl.float32)
         b += tl.load(to_key + second, mask=of_key, other=0.0).to(tl.float32)
         b += tl.load(to_value + second, mask=of_value, other=0.0).to(tl.float32)
-        tl.store(whole + first, a * cos + b * sin, mask=exists[:, None] & in_half)
-        tl.store(whole + second, b * cos - a * sin, mask=exists[:, None] & in_half)
+        tl.store(rows_at + first, a * cos + b * sin, mask=exists[:, None] & in_half)
+        tl.store(rows_at + second, b * cos - a * sin, mask=exists[:, None] & in_half)
     else:
-        a = tl.load(whole + first, mask=exists[:, None] & in_half, other=0.0).to(tl.float32)
-        b = tl.load(whole + second, mask=exists[:, None] & in_half, other=0.0).to(tl.float32)
+        a = tl.load(rows_at + first, mask=exists[:, None] & in_half, other=0.0).to(tl.float32)
+        b = tl.load(rows_at + second, mask=exists[:, None] & in_half, other=0.0).to(tl.float32)
         turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
         tl.store(to_query + first, turned_a, mask=of_query)
         tl.store(to_query + second, turned_b, mask=of_query)
@@ -152,4 +152,4 @@ def _split_rotated(
         last = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
         in_rest = (tl.arange(0, REST_TILE) < REST)[None, :]
         masks = is_query[:, None] & in_rest, is_key[:, None] & in_rest, is_value[:, None] & in_rest
-        _move(whole + last, to_query + last, to_key + last, to_value + last, masks, JOINS)
+        _move(rows_at + last, to_query + last, to_key + last, to_value + last, masks, JOINS)

@@ -43,11 +43,11 @@ class WindowAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values."""
         query, key, value, bounds = ctx.saved_tensors
-        found = [torch.empty_like(x) for x in (query, key, value)]
+        results = [torch.empty_like(x) for x in (query, key, value)]
         _, heads, size = query.shape
-        given = (query, key, value, gradients[0].contiguous(), *found, bounds, size**-0.5, heads)
-        _backward[(len(bounds) - 1, heads)](*given, **_tiles(size))
-        return (*found, None)
+        arguments = (query, key, value, gradients[0].contiguous(), *results, bounds, size**-0.5, heads)
+        _backward[(len(bounds) - 1, heads)](*arguments, **_tiles(size))
+        return (*results, None)
 
 
 def _tiles(size: int) -> dict[str, int]:
@@ -62,19 +62,19 @@ def _window(
     """Return a window's number of tokens, the rows of a block that they fill, the block's offsets in memory, and which
     of these belong to the window."""
     start = tl.load(bounds + tl.program_id(0))
-    number = tl.load(bounds + tl.program_id(0) + 1) - start
+    count = tl.load(bounds + tl.program_id(0) + 1) - start
     tokens, dims = tl.arange(0, LONGEST), tl.arange(0, SIZE_TILE)
-    exists = tokens < number
+    exists = tokens < count
     places = ((start + tokens).to(tl.int64) * heads + tl.program_id(1))[:, None] * SIZE + dims[None, :]
-    return number, exists, places, exists[:, None] & (dims < SIZE)[None, :]
+    return count, exists, places, exists[:, None] & (dims < SIZE)[None, :]
 
 
 @triton.jit
 def _exponentials(q: tl.tensor, k: tl.tensor, scale: tl.tensor, exists: tl.tensor) -> Any:
     """Return the exponentials of each query's scores, float32, and their sums."""
     scores = tl.where(exists[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-    found = tl.exp(scores - tl.max(scores, 1)[:, None])
-    return found, tl.sum(found, 1)
+    exponentials = tl.exp(scores - tl.max(scores, 1)[:, None])
+    return exponentials, tl.sum(exponentials, 1)
 
 
 @triton.jit
@@ -90,14 +90,14 @@ def _forward(
     SIZE_TILE: tl.constexpr,
     LONGEST: tl.constexpr,
 ) -> None:
-    number, exists, places, inside = _window(bounds, heads, SIZE, SIZE_TILE, LONGEST)
-    if number == 0:
+    count, exists, places, inside = _window(bounds, heads, SIZE, SIZE_TILE, LONGEST)
+    if count == 0:
         return
     q = tl.load(query + places, mask=inside, other=0.0)
     k = tl.load(key + places, mask=inside, other=0.0)
     v = tl.load(value + places, mask=inside, other=0.0)
-    found, total = _exponentials(q, k, scale, exists)
-    tl.store(out + places, tl.dot(found.to(v.dtype), v) / total[:, None], mask=inside)
+    exponentials, total = _exponentials(q, k, scale, exists)
+    tl.store(out + places, tl.dot(exponentials.to(v.dtype), v) / total[:, None], mask=inside)
 
 
 @triton.jit
@@ -116,15 +116,15 @@ def _backward(
     SIZE_TILE: tl.constexpr,
     LONGEST: tl.constexpr,
 ) -> None:
-    number, exists, places, inside = _window(bounds, heads, SIZE, SIZE_TILE, LONGEST)
-    if number == 0:
+    count, exists, places, inside = _window(bounds, heads, SIZE, SIZE_TILE, LONGEST)
+    if count == 0:
         return
     q = tl.load(query + places, mask=inside, other=0.0)
     k = tl.load(key + places, mask=inside, other=0.0)
     v = tl.load(value + places, mask=inside, other=0.0)
     g = tl.load(out_gradient + places, mask=inside, other=0.0)
-    found, total = _exponentials(q, k, scale, exists)
-    p = found / total[:, None]
+    exponentials, total = _exponentials(q, k, scale, exists)
+    p = exponentials / total[:, None]
     tl.store(value_gradient + places, tl.dot(tl.trans(p.to(g.dtype)), g), mask=inside)
     of_p = tl.dot(g, tl.trans(v))
     of_scores = (p * (of_p - tl.sum(p * of_p, 1)[:, None]) * scale).to(q.dtype)

@@ -89,7 +89,7 @@ def with_plain_linears(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _with_own_classes(spec: ModuleSpec, shape: DecoderShape) -> ModuleSpec:
-    """Exchange the attention's class, and the layer's where features come in later."""
+    """Use our attention class, and `DeepstackLayer` if vision features are also added in later layers."""
     if shape.local_rope is None:
         spec.submodules.self_attention.module = TokenRopeSelfAttention
     if shape.deepstack:
@@ -179,7 +179,7 @@ class LanguageModel(GPTModel):
         self._mask_padding(logits)
         return logits
 
-    def loss_or_logits(self, hidden_states: Tensor, **given: Any) -> Tensor:
+    def loss_or_logits(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """GPTModel's output processor.
 
         Returns:
@@ -187,11 +187,11 @@ class LanguageModel(GPTModel):
             for which no logits are kept; `context` is then the number of tokens in the mask, or None. With labels
             alone the loss of every token [b, s], from whole logits.
         """
-        layer, weight = given["output_layer"], given["output_weight"]
-        labels: Tensor | None = given["labels"]
-        mask: Tensor | None = given["loss_mask"]
+        layer, weight = kwargs["output_layer"], kwargs["output_weight"]
+        labels: Tensor | None = kwargs["labels"]
+        mask: Tensor | None = kwargs["loss_mask"]
         if labels is not None and mask is not None:
-            num_trained: int | None = given["context"]
+            num_trained: int | None = kwargs["context"]
             total, _ = layer(
                 hidden_states,
                 weight,

@@ -1,8 +1,7 @@
 """Gemma 2: norms also after attention and MLP, GeGLU, scaled embeddings, capped scores, windows in every other layer.
 
 LLaVA in transformers computes logits without Gemma's final_logit_softcapping, which belongs to Gemma2ForCausalLM; so
-does
-this model.
+does this model.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Gemma2(LanguageFamily):
             raise ConversionError("text_config.use_bidirectional_attention = true: only causal decoders are supported")
         known = {"sliding_attention", "full_attention"}
         if set(hf.layer_types) - known:
-            found = ", ".join(sorted(set(hf.layer_types) - known))
-            raise ConversionError(f"text_config.layer_types: {found}; known: {', '.join(sorted(known))}")
+            unknown = ", ".join(sorted(set(hf.layer_types) - known))
+            raise ConversionError(f"text_config.layer_types: {unknown}; known: {', '.join(sorted(known))}")
         windows = [kind == "sliding_attention" and hf.sliding_window is not None for kind in hf.layer_types]
         return transformer_fields(hf, activation_key="hidden_activation") | {
             "layernorm_zero_centered_gamma": True,
@@ -74,5 +73,8 @@ class Gemma2(LanguageFamily):
     def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
         """Return the entries of all layers."""
         m, h = names.megatron_layer, names.hf_layer
-        norms = [Entry(f"{m}{ours}.weight", f"{h}{theirs}.weight", REPLICATED) for ours, theirs in _NORMS.items()]
+        norms = [
+            Entry(f"{m}{megatron_name}.weight", f"{h}{hf_name}.weight", REPLICATED)
+            for megatron_name, hf_name in _NORMS.items()
+        ]
         return expand_layers([*norms, *projection_entries(hf, names)], hf)

@@ -21,8 +21,8 @@ from llava_mcore.models.norms import TorchNorm
 class NormedRowParallelLinear(RowParallelLinear):
     """A row-parallel layer without bias whose output is normalized after the sum over ranks."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **given: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **given)
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
         self.post_layernorm = TorchNorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
@@ -35,18 +35,18 @@ class NormedRowParallelLinear(RowParallelLinear):
 class TwoRopeSelfAttention(SelfAttention):
     """Attention that may have its own rotary positions instead of those of all layers."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.local_rope: RotaryEmbedding | None = None
         self.local_angles: Tensor | None = None
         """Angles [s, 1, 1, d] of tokens whose positions are not 0, 1, …, by the layer's own frequencies."""
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **given: Any) -> Any:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
         """Take `rotary_pos_emb` [s, 1, 1, d] from the layer's own frequencies if it has them."""
-        shared = given.pop("rotary_pos_emb", None)
+        shared = kwargs.pop("rotary_pos_emb", None)
         if self.local_rope is not None and isinstance(shared, torch.Tensor):
             shared = self.local_rope(shared.shape[0]) if self.local_angles is None else self.local_angles
-        return super().forward(hidden_states, attention_mask, rotary_pos_emb=shared, **given)
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=shared, **kwargs)
 
 
 class DeepstackLayer(TransformerLayer):
@@ -56,13 +56,13 @@ class DeepstackLayer(TransformerLayer):
     first of them, and so on.
     """
 
-    def forward(self, *given: Any, context: Tensor | None = None, **named: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: Any, context: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [s, b, h] ([s / tp, b, h] with sequence parallelism), and `context` as it came.
 
         Args:
             context: [k, s, b, h], zero for tokens of text; None beyond the first stage.
         """
-        hidden_states, _ = super().forward(*given, context=None, **named)
+        hidden_states, _ = super().forward(*args, context=None, **kwargs)
         return self.add_features(hidden_states, context), context
 
     def add_features(self, hidden_states: Tensor, context: Tensor | None) -> Tensor:

@@ -114,8 +114,8 @@ def mrope_from_hf(hf: PretrainedConfig, rotary: type[nn.Module]) -> Rope:
         )
     with torch.device("cpu"):
         # In place in some versions, so that every axis needs memory of its own.
-        numbers = torch.arange(3.0)[:, None, None, None].repeat(1, 1, 1, half)
-        mixed: Tensor = cast(Any, embedding).recomposition_frequencies(numbers)
+        axes = torch.arange(3.0)[:, None, None, None].repeat(1, 1, 1, half)
+        mixed: Tensor = cast(Any, embedding).recomposition_frequencies(axes)
     return replace(rope, axes=mixed[0, 0, :half].long())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class TokenRope(nn.Module):
-    """What megatron-core's GPTModel asks for angles. Its own classes make a table of indices, or read chunked sections
+    """Rotary embedding for megatron-core's GPTModel. Its own classes make a table of indices, or read chunked sections
     only, and need CUDA."""
 
     def __init__(self, inv_freq: Tensor, axes: Tensor | None = None) -> None:

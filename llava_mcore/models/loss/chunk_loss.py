@@ -23,8 +23,8 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class ChunkLoss:
-    """losses, log_sum: [c], of the whole vocabulary; local: int64 [c], the label's row here; -1: it is none of
-    this rank's true rows."""
+    """losses, log_sum: [c], of the whole vocabulary; local: int64 [c], the label's row here, or -1 if the label is
+    outside this rank's unpadded vocabulary shard."""
 
     losses: Tensor
     log_sum: Tensor
@@ -64,7 +64,7 @@ def _has_kernels(logits: Tensor) -> bool:
 
 
 def log_sum_and_target(logits: Tensor, local: Tensor, num_true: int) -> tuple[Tensor, Tensor]:
-    """What the kernel of this name computes, by torch's operations."""
+    """Compute the same as the kernel of this name, by torch's operations."""
     index, is_mine = _own(local, logits.shape[1])
     return logits[:, :num_true].logsumexp(dim=-1), logits.gather(1, index).where(is_mine, 0.0).squeeze(1)
 
@@ -72,7 +72,7 @@ def log_sum_and_target(logits: Tensor, local: Tensor, num_true: int) -> tuple[Te
 def torch_gradients(
     logits: Tensor, local: Tensor, log_sum: Tensor, at_target: Tensor, num_true: int, dtype: torch.dtype
 ) -> Tensor:
-    """What `logit_gradients.into_gradients` computes, by torch's operations; for any type."""
+    """Compute the same as `logit_gradients.into_gradients`, by torch's operations; for any type."""
     logits[:, num_true:] = -torch.inf
     logits -= log_sum.unsqueeze(1)
     index, is_mine = _own(local, logits.shape[1])
@@ -90,7 +90,7 @@ def _own(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 def _over_vocabulary(log_sum: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Combine every rank's log-sum-exp and target logit, [c] each, in one collective."""
-    mine = torch.stack([log_sum, target])
-    gathered = mine.new_empty(2 * group.size(), mine.shape[1])
-    dist.all_gather_into_tensor(gathered, mine, group=group)
+    local = torch.stack([log_sum, target])
+    gathered = local.new_empty(2 * group.size(), local.shape[1])
+    dist.all_gather_into_tensor(gathered, local, group=group)
     return gathered[0::2].logsumexp(dim=0), gathered[1::2].sum(dim=0)

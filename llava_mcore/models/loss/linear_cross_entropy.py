@@ -143,10 +143,10 @@ def _kept(token_weights: Tensor, num_trained: int | None) -> Tensor | None:
     num_tokens = token_weights.shape[0]
     if num_trained is None:
         return None
-    number = max(1, math.ceil(num_trained / KEPT_MULTIPLE)) * KEPT_MULTIPLE
-    if number >= num_tokens:
+    num_kept = max(1, math.ceil(num_trained / KEPT_MULTIPLE)) * KEPT_MULTIPLE
+    if num_kept >= num_tokens:
         return None
-    return (token_weights == 0).to(torch.uint8).argsort(stable=True)[:number]
+    return (token_weights == 0).to(torch.uint8).argsort(stable=True)[:num_kept]
 
 
 class _WeightedLossSum(torch.autograd.Function):
@@ -159,7 +159,7 @@ class _WeightedLossSum(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         token_weights: Tensor,
-        kept: Tensor | None,
+        trained_rows: Tensor | None,
         shard: VocabShard,
         chunk_tokens: int,
         grad_enabled: bool,
@@ -173,7 +173,7 @@ class _WeightedLossSum(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=grad_dtype) if wants[0] else None
         is_added = adds_to_main_grad and wants[1]
         grad_weight: Tensor | None = vars(weight)["main_grad"] if is_added else None
-        for place in _chunks(hidden.shape[0] if kept is None else kept, chunk_tokens):
+        for place in _chunks(hidden.shape[0] if trained_rows is None else trained_rows, chunk_tokens):
             part, part_weights = hidden[place], token_weights[place].unsqueeze(1)
             logits = _product(part, weight.t())
             chunk = chunk_loss(logits, labels[place], shard)
@@ -212,13 +212,13 @@ def _already_added(weight: Parameter) -> Tensor:
     return torch.zeros_like(weight) if attributes.get("zero_out_wgrad") else torch.empty_like(weight)
 
 
-def _chunks(kept: Tensor | int, chunk_tokens: int) -> Iterator[Tensor | slice]:
+def _chunks(tokens: Tensor | int, chunk_tokens: int) -> Iterator[Tensor | slice]:
     """Split the kept indices, or a range from 0, into the fewest chunks of nearly the same size."""
-    num_tokens = kept if isinstance(kept, int) else kept.shape[0]
-    number = -(-num_tokens // chunk_tokens)
-    bounds = [num_tokens * i // number for i in range(number + 1)]
+    num_tokens = tokens if isinstance(tokens, int) else tokens.shape[0]
+    num_chunks = -(-num_tokens // chunk_tokens)
+    bounds = [num_tokens * i // num_chunks for i in range(num_chunks + 1)]
     for start, end in itertools.pairwise(bounds):
-        yield slice(start, end) if isinstance(kept, int) else kept[start:end]
+        yield slice(start, end) if isinstance(tokens, int) else tokens[start:end]
 
 
 def _put(target: Tensor, place: Tensor | slice, values: Tensor) -> None:

@@ -34,7 +34,7 @@ from llava_mcore.batch_fields import (
     Field,
     Fields,
 )
-from llava_mcore.models.media import Extent, MediaPlan, MediaTokens, Size
+from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Size
 
 NEXT_FIELDS: Fields = dict(PICTURE_FIELDS) | {
     FEATURE_ROWS: Field((torch.int64,), index_of="features"),
@@ -93,31 +93,31 @@ class AnyResPlan(MediaPlan):
         return [self._of_size(size) for size in sizes]
 
     @property
-    def smallest(self) -> Extent:
+    def smallest(self) -> MediaBudget:
         """The base view and a newline."""
-        return Extent(self.num_base + 1, self.num_base)
+        return MediaBudget(self.num_base + 1, self.num_base)
 
     @property
-    def largest(self) -> Extent:
+    def largest(self) -> MediaBudget:
         """The base view and the largest grid, with a newline per row. The tower computes a grid before it is
         resized."""
         side = self.anyres.image_size
         grids = [(height // side, width // side) for height, width in self.anyres.pinpoints]
         tiles = max(rows * columns for rows, columns in grids)
-        kept = tiles if self.anyres.max_tiles is None else _RESIZED_ABOVE**2 * self.anyres.max_tiles
+        most_tiles = tiles if self.anyres.max_tiles is None else _RESIZED_ABOVE**2 * self.anyres.max_tiles
         tokens = max(
-            int(min(rows * columns, kept) * self.num_base) + rows * self.anyres.patches_per_side
+            int(min(rows * columns, most_tiles) * self.num_base) + rows * self.anyres.patches_per_side
             for rows, columns in grids
         )
-        return Extent(self.num_base + tokens, (1 + tiles) * self.num_base)
+        return MediaBudget(self.num_base + tokens, (1 + tiles) * self.num_base)
 
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles [tiles, 3, h, w] of pictures; only base views if their tokens say so."""
 
-        def processed(given: list[Any]) -> Tensor:
-            return processor(images=given, return_tensors="pt", **options)["pixel_values"]
+        def processed(images: list[Any]) -> Tensor:
+            return processor(images=images, return_tensors="pt", **options)["pixel_values"]
 
         bases = [picture for picture, item in zip(pictures, tokens, strict=True) if item.num_rows == 1]
         # The image processor splits a picture that is alone in its conversation: a single base view is passed twice.
@@ -144,9 +144,9 @@ class AnyResPlan(MediaPlan):
         # Feature (a, b) of tile (i, j), as the connector returns them: tile by tile, after the base view.
         features = np.arange(n, num_tiles * n).reshape(rows, columns, p, p).transpose(0, 2, 1, 3)
         grid = torch.from_numpy(features.reshape(1, rows * p, columns * p))
-        kept: NDArray[np.int64] = unpad_image(grid, size)[0].numpy()
-        resized = self._resize(kept)
-        height, width = kept.shape if resized is None else resized[0].shape[:2]
+        unpadded: NDArray[np.int64] = unpad_image(grid, size)[0].numpy()
+        resized = self._resize(unpadded)
+        height, width = unpadded.shape if resized is None else resized[0].shape[:2]
         is_newline = np.zeros((height, width + 1), dtype=np.bool_)
         is_newline[:, -1] = True
         inside = n + np.flatnonzero(~is_newline)
@@ -154,7 +154,7 @@ class AnyResPlan(MediaPlan):
         ids = np.full(n + is_newline.size, self.image_token_id, dtype=np.int64)
         base = np.arange(n)
         if resized is None:
-            values = self._values(np.append(base, inside), np.append(base, kept.reshape(-1)), newlines, None)
+            values = self._values(np.append(base, inside), np.append(base, unpadded.reshape(-1)), newlines, None)
         else:
             values = self._values(base, base, newlines, (inside, *resized))
         return MediaTokens(ids, num_tiles, num_tiles * n, num_tiles * n, values)
@@ -181,14 +181,14 @@ class AnyResPlan(MediaPlan):
             }
         return values
 
-    def _resize(self, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+    def _resize(self, unpadded: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
         """Return rows and weights [height, width, 4] of a grid that is too large; None if it is not resized."""
         if self.anyres.max_tiles is None:
             return None
-        height, width = kept.shape
+        height, width = unpadded.shape
         # transformers: LlavaOnevisionModel.pack_image_features
         ratio = math.sqrt(height * width / (self.anyres.max_tiles * self.anyres.patches_per_side**2))
-        return bilinear(kept, int(height // ratio), int(width // ratio)) if ratio > _RESIZED_ABOVE else None
+        return bilinear(unpadded, int(height // ratio), int(width // ratio)) if ratio > _RESIZED_ABOVE else None
 
 
 def bilinear(rows: NDArray[np.int64], height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

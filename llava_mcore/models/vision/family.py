@@ -20,7 +20,7 @@ from llava_mcore.models.vision.transformer import VisionShape, VisionTransformer
 
 @dataclass(frozen=True)
 class TowerWork:
-    """What a tower computes on: patches, positions of its layers, (query, key) pairs over all layers that run."""
+    """The size of a tower's work: patches, positions of its layers, (query, key) pairs over all layers that run."""
 
     num_patches: int
     num_positions: int
@@ -40,8 +40,8 @@ class VisionFamily(ABC):
     """
     part_of_a_class: ClassVar[bool] = False
     """Whether only the Hugging Face classes that name it have such a tower."""
-    what: ClassVar[str] = "vision tower"
-    """What it is called in messages."""
+    name_in_messages: ClassVar[str] = "vision tower"
+    """Its name in messages."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Parameters that are frozen unless a pattern unfreezes them."""
     uses_rope: ClassVar[bool] = False
@@ -72,7 +72,7 @@ class VisionFamily(ABC):
         """Say which pictures the tower takes."""
 
     def patch_numbers(self, hf: PretrainedConfig) -> int:
-        """Return the numbers of a patch."""
+        """Return the number of values in a flattened patch."""
         return int(hf.num_channels) * patch_side(hf) ** 2
 
     def embedding_products(self, hf: PretrainedConfig, num_patches: int) -> list[int]:
@@ -142,7 +142,7 @@ class PatchTower(VisionFamily):
 
     part_of_a_class = True
     fields: ClassVar[Fields]
-    """Of a micro-batch of pictures for this tower."""
+    """Fields of a micro-batch of pictures for this tower."""
 
     @abstractmethod
     def shape(self, hf: PretrainedConfig) -> PatchShape:

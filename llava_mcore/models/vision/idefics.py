@@ -118,8 +118,8 @@ def position_rows(hf: PretrainedConfig, rows: int, columns: int) -> Tensor:
     embeddings.patch_embedding = lambda pixels: pixels.long()  # of zeros, to which it adds what it looks up
     embeddings.position_embedding = lambda ids: ids.unsqueeze(-1)
     with torch.device("cpu"):  # models may be on the meta device
-        found: Tensor = embeddings(torch.zeros(1, 1, rows, columns), torch.ones(1, rows, columns, dtype=torch.bool))
-    return found[0, :, 0]
+        positions: Tensor = embeddings(torch.zeros(1, 1, rows, columns), torch.ones(1, rows, columns, dtype=torch.bool))
+    return positions[0, :, 0]
 
 
 def _last_norm(megatron: str, prefix: str) -> list[Entry]:

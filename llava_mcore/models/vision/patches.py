@@ -48,7 +48,7 @@ from llava_mcore.parallel.items import Items, MediaLengths
 
 @dataclass(frozen=True)
 class PatchShape:
-    """What the families differ in, beside TransformerConfig.
+    """The differences between the families, beside TransformerConfig.
 
     `patch_numbers`: f. `merged`: m, which are next to each other. `inv_freq`: float32 [head size / 4], of rows and of
     columns; None: nothing is rotated. `num_positions`: rows of the table of position embeddings; 0: there is none.
@@ -82,17 +82,17 @@ class TowerSeqParams(PackedSeqParams):
 class PatchLayer(TransformerLayer):
     """A layer that sees whole pictures, or windows of them."""
 
-    def __init__(self, *given: Any, full_attention: frozenset[int] | None, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, full_attention: frozenset[int] | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.sees_windows = full_attention is not None and self.layer_number - 1 not in full_attention
         in_half = self.config.params_dtype in (torch.float16, torch.bfloat16)
         if self.sees_windows and self.config.transformer_impl == "transformer_engine" and in_half:
             self.self_attention.core_attention = ManyShortAttention(self.config)
 
-    def forward(self, *given: Any, packed_seq_params: TowerSeqParams, **named: Any) -> Any:
+    def forward(self, *args: Any, packed_seq_params: TowerSeqParams, **kwargs: Any) -> Any:
         """Run the layer on [n, 1, h]."""
         chosen = packed_seq_params.windows if self.sees_windows else packed_seq_params
-        return super().forward(*given, packed_seq_params=chosen, **named)
+        return super().forward(*args, packed_seq_params=chosen, **kwargs)
 
 
 def layer_spec(config: TransformerConfig, shape: PatchShape) -> ModuleSpec:
@@ -145,13 +145,13 @@ class PatchTransformer(VisionModule):
             pixels, media: without any rows, of which dtypes and devices are taken.
         """
         n = self.shape.merged
-        found = {name: media[name].new_zeros(n, *media[name].shape[1:]) for name in media}
+        blanks = {name: media[name].new_zeros(n, *media[name].shape[1:]) for name in media}
         for name in (MEDIA_SEQLENS, WINDOW_SEQLENS):
             if name in media:
-                found[name] = media[name].new_full((1,), n)
+                blanks[name] = media[name].new_full((1,), n)
         if WINDOW_ORDER in media:
-            found[WINDOW_ORDER] = media[WINDOW_ORDER].new_zeros(1)
-        return pixels.new_zeros(n, self.shape.patch_numbers), found, n
+            blanks[WINDOW_ORDER] = media[WINDOW_ORDER].new_zeros(1)
+        return pixels.new_zeros(n, self.shape.patch_numbers), blanks, n
 
     def items(self, media: Mapping[str, Tensor], lengths: MediaLengths) -> Items:
         """Return what belongs to each picture or frame: patches, squares of them, and the windows that they fill.
@@ -204,12 +204,12 @@ class PatchTransformer(VisionModule):
 
     def _with_blank(self, media: Mapping[str, Tensor], patches: int) -> dict[str, Tensor]:
         """Return the lengths of pictures and windows, one blank picture of so many patches included."""
-        found = {MEDIA_SEQLENS: F.pad(media[MEDIA_SEQLENS], (0, 1), value=patches)}
+        lengths = {MEDIA_SEQLENS: F.pad(media[MEDIA_SEQLENS], (0, 1), value=patches)}
         if WINDOW_SEQLENS in media:
             full, rest = divmod(patches, self.shape.window_patches)
             windows = F.pad(media[WINDOW_SEQLENS], (0, full), value=self.shape.window_patches)
-            found[WINDOW_SEQLENS] = F.pad(windows, (0, 1), value=rest) if rest else windows
-        return found
+            lengths[WINDOW_SEQLENS] = F.pad(windows, (0, 1), value=rest) if rest else windows
+        return lengths
 
     def _by_window(self, x: Tensor, order: Tensor) -> Tensor:
         """Return what patches have [n, …] in the order of the windows."""
@@ -250,16 +250,16 @@ class PatchTransformer(VisionModule):
         return [states[i] for i in self.features.layers]
 
 
-def _with_rows(x: Tensor, number: int) -> Tensor:
+def _with_rows(x: Tensor, num_rows: int) -> Tensor:
     """Return x with so many rows of zeros after its own."""
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, number))
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, num_rows))
 
 
 def windows_of(patches: Sequence[int], windows: Sequence[int]) -> list[int]:
     """Return how many windows each picture has, of the patches in every picture and in every window."""
-    ends = {end: number for number, end in enumerate(accumulate(windows), 1)}
-    numbers = [ends[end] for end in accumulate(patches)]
-    return [after - before for before, after in pairwise([0, *numbers])]
+    ends = {end: index for index, end in enumerate(accumulate(windows), 1)}
+    indices = [ends[end] for end in accumulate(patches)]
+    return [after - before for before, after in pairwise([0, *indices])]
 
 
 def packed_bounds(lengths: Tensor, most: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from llava_mcore.models.vision.patches import PatchShape
 Grid = tuple[int, int, int]
 """Patches of a picture or video: steps of time, rows, columns."""
 NORM_EPS = 1e-6
-"""Of every norm of these towers; transformers has no setting for it."""
+"""Epsilon of every norm of these towers; transformers has no setting for it."""
 _NAMES = LayerNames(
     norm_before="norm1",
     query_key_value=("attn.qkv",),
@@ -60,7 +60,7 @@ _NAMES = LayerNames(
 
 
 class QwenTower(PatchTower):
-    """What the three towers share."""
+    """The common part of the three towers."""
 
     uses_rope = True
     fields: ClassVar[Fields] = PATCH_FIELDS
@@ -86,7 +86,7 @@ class QwenTower(PatchTower):
         return int(hf.spatial_merge_size) ** 2
 
     def patch_numbers(self, hf: PretrainedConfig) -> int:
-        """Return the numbers of a patch: a square of some frames."""
+        """Return the number of values in a flattened patch: a square of some frames."""
         return int(hf.in_channels) * int(hf.temporal_patch_size) * patch_side(hf) ** 2
 
     def config_from_hf(self, hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:

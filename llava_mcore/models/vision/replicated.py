@@ -49,13 +49,13 @@ def run_divided(
     group = tensor_parallel_group()
     items = tower.items(media, host_lengths(media) if lengths is None else lengths)
     parts = divide(items.costs, group.size())
-    mine = parts[group.rank()]
-    if mine:
-        own = run(items.of(media, mine), max(items.costs[i] for i in mine))
+    local_items = parts[group.rank()]
+    if local_items:
+        local = run(items.of(media, local_items), max(items.costs[i] for i in local_items))
     else:
-        made = run(*blank(media))
-        own = made[:0] + 0.0 * made.sum()
-    return gather_items(own, items.num_features, parts, group)
+        blank_output = run(*blank(media))
+        local = blank_output[:0] + 0.0 * blank_output.sum()
+    return gather_items(local, items.num_features, parts, group)
 
 
 def process_groups(config: TransformerConfig) -> ProcessGroupCollection:

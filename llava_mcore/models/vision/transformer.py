@@ -36,7 +36,7 @@ from llava_mcore.parallel.items import Items, MediaLengths
 
 @dataclass(frozen=True)
 class VisionShape:
-    """What the families differ in, beside TransformerConfig.
+    """The differences between the families, beside TransformerConfig.
 
     `post_norm`: the features are those after the tower's last norm.
     `num_registers`: trained tokens between the class token and the patches, without positions. `names`, `conv_name` and

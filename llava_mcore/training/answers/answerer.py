@@ -13,10 +13,10 @@ from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.generation.generate import generate
 from llava_mcore.generation.questions import Question, Questions
-from llava_mcore.generation.records import Asked, Record
+from llava_mcore.generation.records import PromptQueue, Record
 from llava_mcore.generation.settings import Settings, TokenSampling, read_settings, require_known
 from llava_mcore.parallel.groups import agree, gather_to_all
-from llava_mcore.parallel.together import together
+from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.answers.result import AnswersResult, Example, scored
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.setup import Trainer
@@ -24,7 +24,7 @@ from llava_mcore.training.validation import without_side_effects
 
 
 class AnswerData(NamedTuple):
-    """What a rank that loads data needs to ask questions."""
+    """Assets and questions, on a rank that loads data."""
 
     assets: Assets
     questions: Questions
@@ -53,11 +53,11 @@ class Answerer:
 
     def _read_settings(self, hf_dir: Path) -> Settings:
         eos = None if self.data is None else self.data.assets.eos_token_id
-        found = [x for x in gather_to_all(self.trainer.groups, eos) if x is not None]
+        known = [x for x in gather_to_all(self.trainer.groups, eos) if x is not None]
         settings = read_settings(
             hf_dir,
             self.trainer.hf,
-            found[0],
+            known[0],
             max_new_tokens=self.config.eval_generate_max_new_tokens,
             sampling=TokenSampling(),
         )
@@ -85,13 +85,13 @@ class Answerer:
             asked = self._ask(iteration)
         except LlavaMcoreError as error:
             problem = str(error)
-        found = agree(groups, problem)
-        if found:
-            raise DataError(problems("questions of the validation split cannot be asked", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise DataError(problems("questions of the validation split cannot be asked", messages), on_all_ranks=True)
         gathered = gather_to_all(groups, [] if asked is None else asked.records)
         records = sorted((x for part in gathered for x in part), key=lambda record: (record.position, record.key))
         num_skipped = sum(record.problem is not None for record in records)
-        metrics, examples = together(groups, lambda: self._first_ranks(records))
+        metrics, examples = raise_together(groups, lambda: self._first_ranks(records))
         return AnswersResult(
             iteration=iteration,
             metrics=metrics,
@@ -108,14 +108,14 @@ class Answerer:
             return {}, []
         return scored(records), self._examples(records)
 
-    def _ask(self, iteration: int) -> Asked | None:
+    def _ask(self, iteration: int) -> PromptQueue | None:
         """Return what this replica was asked, on the rank that loads its data."""
         assert self._settings is not None
         trainer, groups = self.trainer, self.trainer.groups
         multiple = pad_multiple(trainer.run)
         asked = None
         if self.data is not None:
-            asked = Asked(self._mine(self.data), self.data.assets, self._settings, multiple=multiple)
+            asked = PromptQueue(self._mine(self.data), self.data.assets, self._settings, multiple=multiple)
         with without_side_effects(trainer):
             answers = generate(
                 trainer.models,
@@ -128,23 +128,25 @@ class Answerer:
             )
             self.watchdog.begin(f"answers after iteration {iteration}")
             for answer in answers:
-                self.watchdog.begin(f"answers after iteration {iteration}, after {answer.number}")
+                self.watchdog.begin(f"answers after iteration {iteration}, after {answer.index}")
                 if asked is not None:
-                    asked.answered(answer.number, answer.tokens)
+                    asked.answered(answer.index, answer.tokens)
         return asked
 
     def _mine(self, data: AnswerData) -> Iterator[Question | Skip]:
         groups = self.trainer.groups
-        return data.questions.read(data.questions.numbers[groups.dp_rank :: groups.dp_size])
+        return data.questions.read(data.questions.indices[groups.dp_rank :: groups.dp_size])
 
     def _examples(self, records: list[Record]) -> list[Example]:
         """Return the first of the records with their pictures, which are read once more."""
         assert self.data is not None, "rank 0 loads data"
         by_position = {record.position: record for record in records if record.answer is not None}
-        wanted = list(by_position)[: self.config.eval_generate_examples]
-        numbers = list(dict.fromkeys(position[0] for position in wanted))
-        found = {x.position: x for x in self.data.questions.read(numbers) if isinstance(x, Question)}
-        media = {position: found[position].conversation for position in wanted if position in found}
+        positions = list(by_position)[: self.config.eval_generate_examples]
+        indices = list(dict.fromkeys(position[0] for position in positions))
+        by_position_read = {x.position: x for x in self.data.questions.read(indices) if isinstance(x, Question)}
+        media = {
+            position: by_position_read[position].conversation for position in positions if position in by_position_read
+        }
         first = {position: [*x.images, *x.frames][:1] for position, x in media.items()}
         return [
             Example(by_position[position], pictures[0] if pictures else None) for position, pictures in first.items()

@@ -1,4 +1,4 @@
-"""What a round of answers found."""
+"""The result of a round of answers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class AnswersResult:
 
     def line(self) -> str:
         """Return the console line."""
-        shown = [f"{name} {value:.3f}" for name in SHOWN if (value := self.metrics.get(name)) is not None]
+        metrics = [f"{name} {value:.3f}" for name in SHOWN if (value := self.metrics.get(name)) is not None]
         skipped = f" | questions that could not be asked: {self.num_skipped}" if self.num_skipped else ""
         return (
-            f"answers after step {self.iteration} | {' | '.join([*shown, f'{self.num_answers} answers'])} | "
+            f"answers after step {self.iteration} | {' | '.join([*metrics, f'{self.num_answers} answers'])} | "
             f"{self.seconds:.1f} s{skipped}"
         )
 
@@ -55,8 +55,10 @@ class AnswersResult:
 
 def scored(records: Sequence[Record]) -> dict[str, float | None]:
     """Return the metrics of all answers; none without any. ConfigError if a package is missing."""
-    found = [(record.answer, record.reference) for record in records]
-    answered = [Answered(answer, (wanted,)) for answer, wanted in found if answer is not None and wanted is not None]
+    pairs = [(record.answer, record.reference) for record in records]
+    answered = [
+        Answered(answer, (reference,)) for answer, reference in pairs if answer is not None and reference is not None
+    ]
     if not answered:
         return {}
     return {name: value if math.isfinite(value) else None for name, value in score(answered).metrics.items()}

@@ -1,1 +1,1 @@
-"""What can go wrong during training, and what is done about it."""
+"""Faults during training, and how they are handled."""

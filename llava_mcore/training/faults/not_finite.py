@@ -14,7 +14,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import TrainingError, problems
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.batch_counts import LoadedBatch
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.fetch import ReadStep
 from llava_mcore.training.step import StepResult
 
@@ -60,24 +60,24 @@ class NotFinite:
         groups, folder = self.groups, self.run.run_dir / "faults" / f"iter_{iteration:07d}"
         if read is not None:
             file = folder / f"dp_{groups.dp_rank:05d}.pt"
-            attempt(f"{file} was not written", lambda: save_batches(file, iteration, read.again()))
-        mine = (groups.dp_rank, [] if read is None else read.sample_keys, result.not_finite)
+            warn_on_failure(f"{file} was not written", lambda: save_batches(file, iteration, read.again()))
+        local = (groups.dp_rank, [] if read is None else read.sample_keys, result.not_finite)
         everyone: list[Any] = [None] * groups.world_size
-        dist.all_gather_object(everyone, mine, group=groups.control)
+        dist.all_gather_object(everyone, local, group=groups.control)
         keys = {dp_rank: lists for dp_rank, lists, _ in everyone if lists}
-        culprits = sorted({(dp_rank, number) for dp_rank, _, numbers in everyone for number in numbers})
-        named = culprits or [(dp_rank, number) for dp_rank in sorted(keys) for number in range(len(keys[dp_rank]))]
+        culprits = sorted({(dp_rank, index) for dp_rank, _, indices in everyone for index in indices})
+        named = culprits or [(dp_rank, index) for dp_rank in sorted(keys) for index in range(len(keys[dp_rank]))]
         lines = [
-            f"micro-batch {number} of data-parallel rank {dp_rank}: {', '.join(keys[dp_rank][number])}"
-            for dp_rank, number in named
+            f"micro-batch {index} of data-parallel rank {dp_rank}: {', '.join(keys[dp_rank][index])}"
+            for dp_rank, index in named
         ]
         blame = "the loss is not finite in" if culprits else "only the gradients are not finite, after"
-        kept = "the weights were changed by it, but not saved"
+        state = "the weights were changed by it, but not saved"
         if not result.updated:
-            kept = f"the weights are still those of iteration {iteration - 1}"
+            state = f"the weights are still those of iteration {iteration - 1}"
         title = (
-            f"iteration {iteration}: loss {result.loss:g}, gradient norm {result.grad_norm:g}; {kept}; the batch is in "
-            f"{folder}; {blame}"
+            f"iteration {iteration}: loss {result.loss:g}, gradient norm {result.grad_norm:g}; {state}; the batch is "
+            f"in {folder}; {blame}"
         )
         return problems(title, lines)
 

@@ -21,8 +21,7 @@ SHOWN = 10
 @dataclass
 class SkipBudget:
     """The share of samples that a run may skip. The totals are over all ranks; `last` holds this rank's latest skips,
-    without
-    duplicates from later epochs."""
+    without duplicates from later epochs."""
 
     max_rate: float
     last: deque[str] = field(default_factory=lambda: deque(maxlen=SHOWN))
@@ -44,9 +43,9 @@ class SkipBudget:
         seen = num_used + num_skipped
         if num_skipped <= self.max_rate * max(seen, LEAST_SAMPLES):
             return
-        found = agree(groups, problems("the last ones", list(self.last)) if self.last else None)
+        messages = agree(groups, problems("the last ones", list(self.last)) if self.last else None)
         title = (
             f"{num_skipped} of {seen} samples could not be used, more than data.max_skip_rate = {self.max_rate:g} "
             "(--max-skip-rate) allows; fix the data, or see --on-too-long"
         )
-        raise DataError(problems(title, found), on_all_ranks=True)
+        raise DataError(problems(title, messages), on_all_ranks=True)

@@ -36,17 +36,17 @@ class Watchdog:
         self._file = self.path.open("w", encoding="utf-8")
         self._changed = threading.Condition()
         self._deadline: float | None = None
-        self._what = ""
+        self._activity = ""
         # A rank that is terminated because another one failed writes its stacks; the previous handler runs too.
         faulthandler.register(signal.SIGTERM, file=self._file, all_threads=True, chain=True)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.begin("starting")
 
-    def begin(self, what: str) -> None:
+    def begin(self, activity: str) -> None:
         """Name the current task and restart the clock."""
         faulthandler.dump_traceback_later(self.seconds + _LAST_RESORT, exit=True, file=self._file)
         with self._changed:
-            self._what, self._deadline = what, time.monotonic() + self.seconds
+            self._activity, self._deadline = activity, time.monotonic() + self.seconds
             self._changed.notify()
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Watchdog:
         faulthandler.dump_traceback(file=self._file, all_threads=True)
         with contextlib.suppress(OSError):  # nobody may read it any more
             print(
-                f"error: rank {self.rank}: {self._what} took more than {self.seconds:g} s (--timeout); "
+                f"error: rank {self.rank}: {self._activity} took more than {self.seconds:g} s (--timeout); "
                 f"stacks: {self.path}",
                 file=sys.stderr,
                 flush=True,

@@ -55,17 +55,17 @@ class LayerGraphs:
         """
         self._config, self._packs = config, packs
         self._gather = parameter_gathering(chunk)
-        self._segments = [Segment(layers, packs) for layers in segments]
+        self._segments = [LayerSegment(layers, packs) for layers in segments]
         self._graphs: dict[tuple[int, ...], list[Callable[..., Tensor]]] = {}
         self._seen: dict[tuple[int, ...], list[Sample]] = {}
         self._without: set[tuple[int, ...]] = set()
         """Shapes that have no graphs and get none."""
         self._pass: tuple[PackedSeqParams, tuple[Tensor, ...]] | None = None
-        """What all segments take in the current pass, after the hidden states."""
+        """Arguments of all segments in the current pass, after the hidden states."""
         self._pool = new_pool()
-        for number, segment in enumerate(self._segments):
+        for index, segment in enumerate(self._segments):
             for layer in segment.layers:
-                vars(layer)["forward"] = partial(self._forward, number, layer)
+                vars(layer)["forward"] = partial(self._forward, index, layer)
 
     def capture(self) -> None:
         """Capture graphs of the shapes that have been seen without one; a collective call of tensor-parallel ranks.
@@ -92,7 +92,7 @@ class LayerGraphs:
         gc.collect()
         torch.cuda.empty_cache()
         return make_graphs(
-            [Segment(segment.layers, self._packs) for segment in self._segments],
+            [LayerSegment(segment.layers, self._packs) for segment in self._segments],
             samples,
             fp8=[segment.in_fp8 for segment in self._segments],
             recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
@@ -107,7 +107,7 @@ class LayerGraphs:
 
     def _forward(
         self,
-        number: int,
+        index: int,
         layer: TransformerLayer,
         hidden_states: Tensor,
         *,
@@ -117,23 +117,23 @@ class LayerGraphs:
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The forward pass of one layer: its segment's graph in the first one, then nothing; or the layer itself."""
-        segment = self._segments[number]
+        segment = self._segments[index]
         if layer is segment.layers[0]:
             segment.is_done = False
             if packed_seq_params is not None and layer.training and torch.is_grad_enabled():
-                given = hidden_states, *self._tensors(hidden_states, packed_seq_params, rotary_pos_emb)
-                shape = _shape(given)
+                inputs = hidden_states, *self._tensors(hidden_states, packed_seq_params, rotary_pos_emb)
+                shape = _shape(inputs)
                 if shape in self._graphs:
                     segment.is_done = True
-                    hidden_states = self._replay(segment, self._graphs[shape][number], given)
+                    hidden_states = self._replay(segment, self._graphs[shape][index], inputs)
                     return segment.add_features(hidden_states, context), context
                 if shape not in self._without:
-                    kept = tuple(x.detach().requires_grad_(x.requires_grad) for x in given)
-                    self._seen.setdefault(shape, [()] * len(self._segments))[number] = kept
+                    sample = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+                    self._seen.setdefault(shape, [()] * len(self._segments))[index] = sample
         if segment.is_done:
             return hidden_states, context
-        own = type(layer).forward
-        result: tuple[Tensor, Tensor | None] = own(
+        class_forward = type(layer).forward
+        result: tuple[Tensor, Tensor | None] = class_forward(
             layer,
             hidden_states,
             packed_seq_params=packed_seq_params,
@@ -149,13 +149,13 @@ class LayerGraphs:
             self._pass = packed, self._packs.tensors(hidden_states.shape[0], packed, angles)
         return self._pass[1]
 
-    def _replay(self, segment: Segment, graph: Callable[..., Tensor], given: Sample) -> Tensor:
+    def _replay(self, segment: LayerSegment, graph: Callable[..., Tensor], inputs: Sample) -> Tensor:
         if self._gather is not None:
             for module in segment.modules():
                 self._gather(module)
         for parameter in segment.fused:
             vars(parameter)[_FUSED] = True
-        return graph(*given, is_first_microbatch=segment.use_weights())
+        return graph(*inputs, is_first_microbatch=segment.use_weights())
 
 
 def factors_of(layers: nn.Module) -> nn.ModuleList:
@@ -168,7 +168,7 @@ def _shape(sample: Sample) -> tuple[int, ...]:
     return tuple(x.shape[0] for x in sample)
 
 
-class Segment(nn.Module):
+class LayerSegment(nn.Module):
     """Layers that follow each other, with their adapters, as a function of tensors.
 
     `fused`: parameters whose gradients are added to their sums inside the passes. `is_done`: the graph has run in
@@ -208,8 +208,8 @@ class Segment(nn.Module):
         hidden_states = sample[0]
         params, angles = self.packs.arguments(*sample)
         for layer in self.layers:
-            own = type(layer).forward
-            hidden_states, _ = own(
+            class_forward = type(layer).forward
+            hidden_states, _ = class_forward(
                 layer, hidden_states, attention_mask=None, packed_seq_params=params, rotary_pos_emb=angles
             )
         return hidden_states

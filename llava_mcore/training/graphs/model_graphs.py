@@ -39,10 +39,10 @@ def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, run
     Raises:
         ConfigError: the model cannot have them.
     """
-    found = [decoder_graphs(model.language_model, chunk, run.data.seq_length, model.num_deepstack)]
+    graphs = [decoder_graphs(model.language_model, chunk, run.data.seq_length, model.num_deepstack)]
     if run.model.cuda_graphs_vision:
-        found.append(tower_graphs(model.vision_model, chunk, run))
-    return found
+        graphs.append(tower_graphs(model.vision_model, chunk, run))
+    return graphs
 
 
 def most_patches(tower: PatchTransformer, data: DataConfig) -> int | None:
@@ -70,9 +70,9 @@ def decoder_graphs(
         "needs Transformer Engine's layers, which this run does not have": config.transformer_impl == "local",
         "does not work with dropout, which config.json asks for": config.attention_dropout or config.hidden_dropout,
     }
-    found = [f"--cuda-graphs {reason}: omit the flag" for reason, holds in reasons.items() if holds]
-    if found:
-        raise ConfigError("\n".join(found))
+    errors = [f"--cuda-graphs {reason}: omit the flag" for reason, holds in reasons.items() if holds]
+    if errors:
+        raise ConfigError("\n".join(errors))
     return LayerGraphs(decoder_segments(model, num_deepstack), config, chunk, TokenPacks(longest))
 
 
@@ -98,17 +98,17 @@ def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfi
 def decoder_segments(model: LanguageModel, num_deepstack: int = 0) -> Iterator[list[TransformerLayer]]:
     """Yield layers that become one graph: neighbors, all in FP8 or none. Features are added between two graphs."""
     is_adapted = any(adapters_of(module) for module in model.decoder.modules())
-    number = len(model.decoder.layers) if is_adapted else LAYERS_PER_GRAPH
-    for _, found in groupby(
+    group_size = len(model.decoder.layers) if is_adapted else LAYERS_PER_GRAPH
+    for _, group in groupby(
         model.decoder.layers,
         lambda layer: (
             min(layer.layer_number, num_deepstack + 1),
             is_first_last_bf16_layer(model.config, layer.layer_number - 1),
         ),
     ):
-        layers = list(found)
-        for start in range(0, len(layers), number):
-            yield layers[start : start + number]
+        layers = list(group)
+        for start in range(0, len(layers), group_size):
+            yield layers[start : start + group_size]
 
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
@@ -117,8 +117,8 @@ def sizes_up_to(most: int) -> tuple[int, ...]:
     On average a thirty-second of the largest is blank in packs that are more than half full, if the largest is 16 or
     more times `SIZE_MULTIPLE`.
     """
-    found = {-(-most * i // (16 * SIZE_MULTIPLE)) * SIZE_MULTIPLE for i in (4, *range(8, 17))}
-    return tuple(sorted(found))
+    sizes = {-(-most * i // (16 * SIZE_MULTIPLE)) * SIZE_MULTIPLE for i in (4, *range(8, 17))}
+    return tuple(sorted(sizes))
 
 
 def tower_segments(tower: PatchTransformer) -> Iterator[list[TransformerLayer]]:

@@ -88,20 +88,20 @@ class PatchPacks:
         """Return angles, and where pictures and windows begin; angles and windows where there are any."""
         assert isinstance(packed, TowerSeqParams) and packed.cu_seqlens_q is not None
         num_pictures = packed.cu_seqlens_q.shape[0] - 1
-        found = [] if angles is None else [angles]
-        found.append(padded_bounds(packed.cu_seqlens_q, next((x for x in PICTURES if x >= num_pictures), 1)))
+        tensors = [] if angles is None else [angles]
+        tensors.append(padded_bounds(packed.cu_seqlens_q, next((x for x in PICTURES if x >= num_pictures), 1)))
         if packed.windows is not None:
             assert packed.windows.cu_seqlens_q is not None
-            found.append(padded_bounds(packed.windows.cu_seqlens_q, self._most_windows(num_rows)))
-        return tuple(found)
+            tensors.append(padded_bounds(packed.windows.cu_seqlens_q, self._most_windows(num_rows)))
+        return tuple(tensors)
 
     def arguments(self, *sample: Tensor) -> tuple[PackedSeqParams, Tensor | None]:
         """Return them as a layer takes them."""
         hidden_states, *rest = sample
         angles = rest.pop(0) if self._rotates else None
-        whole = packed_arguments(rest[0], hidden_states.shape[0])
+        lengths = packed_arguments(rest[0], hidden_states.shape[0])
         windows = PackedSeqParams(**packed_arguments(rest[1], self._window)) if self._window else None
-        return TowerSeqParams(**whole, windows=windows), angles
+        return TowerSeqParams(**lengths, windows=windows), angles
 
     def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
         """Yield blank ones of all sizes, the largest first: one picture, in full windows."""
@@ -117,8 +117,8 @@ class PatchPacks:
         """Yield where pictures begin, if one has all patches, and where windows begin."""
         yield torch.tensor([0, *[size] * room], dtype=torch.int32, device=device)
         if self._window:
-            numbers = torch.arange(self._most_windows(size) + 1, dtype=torch.int32, device=device)
-            yield (numbers * self._window).clamp(max=size)
+            indices = torch.arange(self._most_windows(size) + 1, dtype=torch.int32, device=device)
+            yield (indices * self._window).clamp(max=size)
 
     def _most_windows(self, size: int) -> int:
         """Return how many windows there is room for: twice as many as of full ones, for those at pictures' edges."""
@@ -139,9 +139,9 @@ def _blank(x: Tensor, num_rows: int) -> Tensor:
     return x.new_zeros(num_rows, *x.shape[1:]).requires_grad_(x.requires_grad)
 
 
-def _rows(x: Tensor, number: int) -> Tensor:
+def _rows(x: Tensor, num_rows: int) -> Tensor:
     """Return the first rows of x as an argument of its own, in the same memory."""
-    return x.detach()[:number].requires_grad_(x.requires_grad)
+    return x.detach()[:num_rows].requires_grad_(x.requires_grad)
 
 
 def padded_bounds(bounds: Tensor, least: int = 1) -> Tensor:

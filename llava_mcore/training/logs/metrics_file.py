@@ -63,7 +63,7 @@ class Metrics:
         if self.mfu is not None:
             speed += f" | {self.tflops_per_device:.0f} TF/s/device | MFU {100 * self.mfu:.1f} %"
         lost = [(self.num_skipped, "skipped"), (self.num_truncated, "truncated")]
-        losses = "".join(f" | {number} samples {what}" for number, what in lost if number)
+        losses = "".join(f" | {count} samples {reason}" for count, reason in lost if count)
         if not self.updated:
             losses += " | weights not changed"
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
@@ -74,7 +74,7 @@ class Metrics:
         )
 
 
-class JsonLines:
+class JsonLinesWriter:
     """Appends objects to a file of JSON lines; after a resume, lines beyond the checkpoint are dropped."""
 
     def __init__(self, path: Path, *, keep_until: int, value: str = "loss") -> None:
@@ -88,11 +88,11 @@ class JsonLines:
             FileError: the file has other contents.
         """
         self.path = path
-        kept = [record for record in read_lines(path, value) if record["iteration"] <= keep_until]
-        self.values: list[float | None] = [record[value] for record in kept]
+        records = [record for record in read_lines(path, value) if record["iteration"] <= keep_until]
+        self.values: list[float | None] = [record[value] for record in records]
         temporary = self.path.with_suffix(".partial")
         with naming(temporary):
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         os.replace(temporary, self.path)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -130,18 +130,18 @@ def read_lines(path: Path, value: str = "loss") -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = read_text(path).split("\n")[:-1]
-    return [_record(line, f"{path}, line {number}", value) for number, line in enumerate(lines, 1)]
+    return [_record(line, f"{path}, line {index}", value) for index, line in enumerate(lines, 1)]
 
 
 def _record(line: str, where: str, value: str) -> dict[str, Any]:
     record = parse_object(line, where)
-    iteration, found = record.get("iteration"), record.get(value, "missing")
-    if type(iteration) is not int or not (found is None or isinstance(found, int | float)):
+    iteration, content = record.get("iteration"), record.get(value, "missing")
+    if type(iteration) is not int or not (content is None or isinstance(content, int | float)):
         raise FileError(f"{where}: expected 'iteration' and '{value}', as a run writes them; move the file away")
     return record
 
 
-class MetricsFile(JsonLines):
+class MetricsFile(JsonLinesWriter):
     """`metrics.jsonl`, one object per iteration."""
 
     def __init__(self, run_dir: Path, *, keep_until: int) -> None:

@@ -16,7 +16,7 @@ from llava_mcore.config.load import config_fields
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.training.answers.result import Example
-from llava_mcore.training.logs.outbox import Failed, Outbox, Refused
+from llava_mcore.training.logs.outbox import Failed, Outbox, RefusedRecord
 from llava_mcore.training.run_ids import read_ids, write_id
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class MLflow:
 
         name = run.logging.mlflow_experiment
         experiment = self.client.get_experiment_by_name(name)
-        number = self.client.create_experiment(name) if experiment is None else experiment.experiment_id
-        run_id: str = self.client.create_run(number, run_name=run.name).info.run_id
+        experiment_id = self.client.create_experiment(name) if experiment is None else experiment.experiment_id
+        run_id: str = self.client.create_run(experiment_id, run_name=run.name).info.run_id
         params = [Param(key, str(value)) for key, value in _flat(run).items() if value is not None]
         for first in range(0, len(params), _PARAMS_AT_ONCE):
             self.client.log_batch(run_id, params=params[first : first + _PARAMS_AT_ONCE])
@@ -109,21 +109,21 @@ class MLflow:
     def _send(self, records: Sequence[list[Any]]) -> int:
         """Send the metrics of as many iterations as MLflow takes in one call, and return their number."""
         metrics: list[Any] = []
-        number = 0
+        count = 0
         for record in records:
-            if number and len(metrics) + len(record) > _METRICS_AT_ONCE:
+            if count and len(metrics) + len(record) > _METRICS_AT_ONCE:
                 break
             metrics += record
-            number += 1
+            count += 1
         self._call(self.client.log_batch, self.run_id, metrics=metrics)
-        return number
+        return count
 
-    def _call(self, function: Any, *arguments: Any, **named: Any) -> None:
+    def _call(self, function: Any, *arguments: Any, **kwargs: Any) -> None:
         try:
-            function(*arguments, **named)
+            function(*arguments, **kwargs)
         except self._failure as error:
             code = error.get_http_status_code()
-            kind = Refused if code in _NO_USE and code not in _TRY_AGAIN else Failed
+            kind = RefusedRecord if code in _NO_USE and code not in _TRY_AGAIN else Failed
             raise kind(str(error)) from error
         except OSError as error:  # its files
             raise Failed(str(error)) from error

@@ -22,7 +22,7 @@ class Failed(Exception):
     """Sending has failed and will be retried."""
 
 
-class Refused(Failed):
+class RefusedRecord(Failed):
     """The server does not accept the first record, which is dropped."""
 
 
@@ -92,7 +92,7 @@ class Outbox[Record]:
             with self._changed:
                 if self._given_up:  # `close` did not wait
                     return
-                if isinstance(failure, Refused):
+                if isinstance(failure, RefusedRecord):
                     logger.warning("%s refused a record: %s", self.name, failure)
                     sent, self._num_lost = 1, self._num_lost + 1
                 self._num_in_hand = 0

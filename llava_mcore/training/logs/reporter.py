@@ -14,13 +14,13 @@ from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, p
 from llava_mcore.models.trainable import PARTS
 from llava_mcore.training.answers.example_table import write_answers
 from llava_mcore.training.answers.result import AnswersResult
-from llava_mcore.training.batch_counts import Counts
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.batch_counts import StepCounts
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.faults.spikes import SpikeAlert
-from llava_mcore.training.logs.metrics_file import ANSWERS_FILE, VALIDATION_FILE, JsonLines, Metrics, MetricsFile
+from llava_mcore.training.logs.metrics_file import ANSWERS_FILE, VALIDATION_FILE, JsonLinesWriter, Metrics, MetricsFile
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.logs.start_times import StartTimes
-from llava_mcore.training.saving.state import Progress
+from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import StepResult
 from llava_mcore.training.validation import ValidationResult
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Reporter:
     """Reports the iterations of a run; does nothing on ranks other than 0."""
 
-    def __init__(self, trainer: Trainer, progress: Progress, times: StartTimes) -> None:
+    def __init__(self, trainer: Trainer, progress: TrainingProgress, times: StartTimes) -> None:
         """Truncate metrics.jsonl to the iteration that the run resumes from.
 
         Args:
@@ -43,12 +43,14 @@ class Reporter:
         run, groups = trainer.run, trainer.groups
         self.trainer, self.times = trainer, times
         self.file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
-        self.validations: JsonLines | None = None
+        self.validations: JsonLinesWriter | None = None
         if groups.rank == 0 and run.validation.eval_interval is not None:
-            self.validations = JsonLines(run.run_dir / VALIDATION_FILE, keep_until=progress.iteration)
-        self.rounds: JsonLines | None = None
+            self.validations = JsonLinesWriter(run.run_dir / VALIDATION_FILE, keep_until=progress.iteration)
+        self.rounds: JsonLinesWriter | None = None
         if groups.rank == 0 and run.validation.eval_generate is not None:
-            self.rounds = JsonLines(run.run_dir / ANSWERS_FILE, keep_until=progress.iteration, value="exact_match")
+            self.rounds = JsonLinesWriter(
+                run.run_dir / ANSWERS_FILE, keep_until=progress.iteration, value="exact_match"
+            )
         self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
         self.trained = _trained_parts(trainer)
         self.problem: str | None = None
@@ -61,8 +63,8 @@ class Reporter:
 
     def step(
         self,
-        progress: Progress,
-        counts: Counts,
+        progress: TrainingProgress,
+        counts: StepCounts,
         result: StepResult | None,
         *,
         rates: Mapping[str, float],
@@ -113,7 +115,7 @@ class Reporter:
         self._write(self.rounds, result.record())
         self.sinks.write(result.values(), result.iteration)
         logger.info(result.line())
-        attempt("answers", lambda: self._show(result))
+        warn_on_failure("answers", lambda: self._show(result))
 
     def _show(self, result: AnswersResult) -> None:
         picture = write_answers(self.trainer.run.run_dir, result)
@@ -126,7 +128,7 @@ class Reporter:
         if sinks is not None:
             sinks.close()
 
-    def _write(self, file: JsonLines, record: dict[str, Any]) -> None:
+    def _write(self, file: JsonLinesWriter, record: dict[str, Any]) -> None:
         try:
             file.write(record)
         except OSError as error:
@@ -134,8 +136,8 @@ class Reporter:
 
     def _metrics(
         self,
-        progress: Progress,
-        counts: Counts,
+        progress: TrainingProgress,
+        counts: StepCounts,
         result: StepResult | None,
         rates: dict[str, float],
         waited: float,
@@ -176,9 +178,9 @@ class Reporter:
 
 def _trained_parts(trainer: Trainer) -> TrainedParts:
     """Return what gradients are computed for."""
-    adaptation = trainer.adaptation
-    parts = trainer.trained_parts if adaptation is None else adaptation.unfrozen_parts
-    adapters = {part: 0 if adaptation is None else adaptation.num_weights(part) for part in PARTS}
+    adapter_setup = trainer.adapter_setup
+    parts = trainer.trained_parts if adapter_setup is None else adapter_setup.unfrozen_parts
+    adapters = {part: 0 if adapter_setup is None else adapter_setup.num_weights(part) for part in PARTS}
     return TrainedParts(
         language_model="language_model" in parts,
         vision_model="vision_model" in parts,

@@ -45,15 +45,15 @@ def run_record(run: RunConfig, groups: Groups, counters: dict[str, int]) -> dict
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, CUDA and the packages that a run depends on, those that are installed."""
-    found = {"python": platform.python_version()}
+    versions_by_name = {"python": platform.python_version()}
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+        versions_by_name["cuda"] = torch.version.cuda
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions_by_name[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_by_name
 
 
 def git_revision() -> str | None:

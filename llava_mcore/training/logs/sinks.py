@@ -14,7 +14,7 @@ from PIL import Image
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.files.text_files import naming
 from llava_mcore.training.answers.result import Example
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.logs.metrics_file import FILE, VALIDATION_FILE, Metrics, read_lines
 from llava_mcore.training.logs.mlflow_sink import MLflow
 from llava_mcore.training.logs.wandb_sink import Wandb
@@ -79,13 +79,13 @@ class Sinks:
             except (OSError, RuntimeError) as error:
                 logger.warning("no more metrics of this run go to %s: iteration %d failed: %s", name, iteration, error)
                 del self.sinks[name]
-                attempt(name, sink.close)
+                warn_on_failure(name, sink.close)
 
     def close(self) -> None:
         """Flush and close all sinks, and draw SAVE_DIR/NAME/loss.png. Failures are warnings."""
         for name, sink in self.sinks.items():
-            attempt(name, sink.close)
-        attempt(PLOT, lambda: draw_losses(self.run.run_dir))
+            warn_on_failure(name, sink.close)
+        warn_on_failure(PLOT, lambda: draw_losses(self.run.run_dir))
 
 
 class TensorBoard:

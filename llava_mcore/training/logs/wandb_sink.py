@@ -64,8 +64,8 @@ class Wandb:
 
         table = wandb.Table(columns=["picture", "question", "expected", "answer"])
         for example in examples:
-            shown = None if example.picture is None else wandb.Image(decode_image(example.picture))
-            table.add_data(shown, example.record.question, example.record.reference, example.record.answer)
+            image = None if example.picture is None else wandb.Image(decode_image(example.picture))
+            table.add_data(image, example.record.question, example.record.reference, example.record.answer)
         try:
             self.wandb_run.log({"answers/examples": table}, step=iteration)
         except self._error as error:

@@ -22,11 +22,11 @@ class TowerGradients:
         of_towers = {p for model in models if model.pre_process for p in model.vision_model.parameters()}
         self._ranges = [x for chunk in chunks for x in gradient_ranges(chunk, of_towers)]
 
-    def finalize(self, chunks: list[DistributedDataParallel], *given: Any, **named: Any) -> None:
+    def finalize(self, chunks: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
         """Finalize gradients as megatron-core does, then add up (called by megatron-core's schedules).
 
         They are divided by the number of tokens before they are added up.
         """
-        finalize_model_grads(chunks, *given, **named)
+        finalize_model_grads(chunks, *args, **kwargs)
         for gradients in self._ranges:
             dist.all_reduce(gradients, group=tensor_parallel_group())

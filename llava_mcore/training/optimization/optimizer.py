@@ -83,27 +83,27 @@ def overlaps_param_gather(run: RunConfig) -> bool:
     adapters are read by the layers that they belong to. They are small.
     """
     parallel = run.parallel
-    wanted = parallel.overlap_grad_reduce and parallel.overlap_param_gather
-    return parallel.use_distributed_optimizer and wanted and not run.adapter.is_on
+    is_enabled = parallel.overlap_grad_reduce and parallel.overlap_param_gather
+    return parallel.use_distributed_optimizer and is_enabled and not run.adapter.is_on
 
 
 def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Build AdamW, plain or distributed over data-parallel ranks."""
-    wanted = run.optimizer
-    if wanted.use_precision_aware_optimizer and not HAVE_TE:
+    options = run.optimizer
+    if options.use_precision_aware_optimizer and not HAVE_TE:
         raise ConfigError(
             "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or omit "
             "the option"
         )
     config = OptimizerConfig(
         optimizer="adam",
-        lr=wanted.lr,
-        min_lr=wanted.min_lr,
-        weight_decay=wanted.weight_decay,
-        adam_beta1=wanted.adam_beta1,
-        adam_beta2=wanted.adam_beta2,
-        adam_eps=wanted.adam_eps,
-        clip_grad=wanted.clip_grad,
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        clip_grad=options.clip_grad,
         params_dtype=params_dtype(run),
         bf16=run.training.precision == "bf16",
         fp16=run.training.precision == "fp16",
@@ -111,13 +111,13 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         initial_loss_scale=2.0**16,
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-        use_precision_aware_optimizer=wanted.use_precision_aware_optimizer,
+        use_precision_aware_optimizer=options.use_precision_aware_optimizer,
         store_param_remainders=False,  # megatron-core 0.19 cannot load the checkpoints that it saves from this
-        exp_avg_dtype=DTYPES[wanted.exp_avg_dtype],
-        exp_avg_sq_dtype=DTYPES[wanted.exp_avg_sq_dtype],
-        optimizer_cpu_offload=wanted.cpu_offload,
-        optimizer_offload_fraction=wanted.cpu_offload_fraction if wanted.cpu_offload else 0.0,
-        overlap_cpu_optimizer_d2h_h2d=wanted.cpu_offload,
+        exp_avg_dtype=DTYPES[options.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[options.exp_avg_sq_dtype],
+        optimizer_cpu_offload=options.cpu_offload,
+        optimizer_offload_fraction=options.cpu_offload_fraction if options.cpu_offload else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=options.cpu_offload,
     )
     return get_megatron_optimizer(
         config, list(chunks), config_overrides=overrides(run, config), use_gloo_process_groups=False
@@ -132,31 +132,33 @@ class Rates:
     min_lr: float
 
 
-def part_rates(wanted: OptimizerSection) -> dict[str, Rates]:
+def part_rates(options: OptimizerSection) -> dict[str, Rates]:
     """Return the rates of every part; the ratio of lowest to highest is the same for all."""
-    given = {
+    part_lrs = {
         "language_model": None,
-        "vision_projection": wanted.projection_lr,
-        "vision_model": wanted.vision_lr,
+        "vision_projection": options.projection_lr,
+        "vision_model": options.vision_lr,
     }
-    main = Rates(wanted.lr, wanted.min_lr)
-    return {part: main if lr is None else Rates(lr, wanted.min_lr * (lr / wanted.lr)) for part, lr in given.items()}
+    main = Rates(options.lr, options.min_lr)
+    return {
+        part: main if lr is None else Rates(lr, options.min_lr * (lr / options.lr)) for part, lr in part_lrs.items()
+    }
 
 
-def own_rates(wanted: OptimizerSection) -> tuple[str, ...]:
+def own_rates(options: OptimizerSection) -> tuple[str, ...]:
     """Return the parts with their own learning rate."""
-    given = {"vision_model": wanted.vision_lr, "vision_projection": wanted.projection_lr}
-    return tuple(part for part, lr in given.items() if lr is not None)
+    part_lrs = {"vision_model": options.vision_lr, "vision_projection": options.projection_lr}
+    return tuple(part for part, lr in part_lrs.items() if lr is not None)
 
 
 def overrides(run: RunConfig, config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
     """Return megatron-core's overrides per parameter: no weight decay for norms and biases, learning rates by part."""
-    found = {} if run.optimizer.decay_norms_and_biases else get_standard_config_overrides(config)
+    by_key = {} if run.optimizer.decay_norms_and_biases else get_standard_config_overrides(config)
     rates = part_rates(run.optimizer)
     for part in own_rates(run.optimizer):
         key = ParamKey(name=f"*module.{part}.*")
-        found[key] = ParamGroupOverride(max_lr=rates[part].max_lr, min_lr=rates[part].min_lr)
-    return found
+        by_key[key] = ParamGroupOverride(max_lr=rates[part].max_lr, min_lr=rates[part].min_lr)
+    return by_key
 
 
 def learning_rates(run: RunConfig, scheduler: OptimizerParamScheduler) -> dict[str, float]:
@@ -190,21 +192,21 @@ def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: Optimi
 
 def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the schedule, counted in samples. It also applies each group's rates and weight decay."""
-    wanted = run.optimizer
-    warmup, samples, decay = schedule_samples(run.training, wanted)
+    options = run.optimizer
+    warmup, samples, decay = schedule_samples(run.training, options)
     total = max(1, samples)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=wanted.lr,
-        min_lr=wanted.min_lr,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=total,
-        lr_decay_style=wanted.lr_decay_style,
+        lr_decay_style=options.lr_decay_style,
         wsd_decay_steps=decay,
-        lr_wsd_decay_style=wanted.lr_wsd_decay_style,
-        start_wd=wanted.weight_decay,
-        end_wd=wanted.weight_decay,
+        lr_wsd_decay_style=options.lr_wsd_decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
         wd_incr_steps=total,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,

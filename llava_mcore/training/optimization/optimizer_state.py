@@ -59,12 +59,12 @@ def optimizer_state(
         return _plain_state(optimizer, model, num_updates)
     if is_loading:
         distributed.load_state_dict(_common_state(distributed, num_updates))  # allocates what will be loaded
-    found = nested_values(extract_sharded_tensors_and_factories(model)[0])
-    sharded_by_tensor = {sharded.data: sharded for sharded in found}
+    sharded_tensors = nested_values(extract_sharded_tensors_and_factories(model)[0])
+    sharded_by_tensor = {sharded.data: sharded for sharded in sharded_tensors}
     parts = {}
-    for number, (param, start, stop) in enumerate(own_ranges(distributed)):
+    for index, (param, start, stop) in enumerate(own_ranges(distributed)):
         tensors = {} if is_loading else _own_tensors(distributed, param)
-        parts[number] = {
+        parts[index] = {
             name: _slices(f"optimizer.state.{name}", sharded_by_tensor[param], start, stop, tensors.get(name))
             for name in _names(distributed)
         }
@@ -88,8 +88,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
             group |= {key: distributed.optimizer.defaults[key] for key in CLASSES}
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
     with torch.no_grad():
-        for number, (param, _, _) in enumerate(own_ranges(distributed)):
-            slices = loaded[PARAM_STATE][number]
+        for index, (param, _, _) in enumerate(own_ranges(distributed)):
+            slices = loaded[PARAM_STATE][index]
             tensors = {name: _joined(slices[name]) for name in slices}
             set_weights_and_moments(distributed, param, tensors)
     inner = distributed.optimizer
@@ -142,16 +142,16 @@ def _num_updates(optimizer: MegatronOptimizer, groups: Groups) -> int:
     inner = [one.optimizer for one in _chained(optimizer) if one.optimizer is not None]
     counts = [state["step"] for one in inner for state in one.state.values() if "step" in state]
     if not counts:
-        own = [group for one in inner for group in one.param_groups if group["params"]]
-        counts = [group["step"] for group in own if "step" in group]
+        own_groups = [group for one in inner for group in one.param_groups if group["params"]]
+        counts = [group["step"] for group in own_groups if "step" in group]
     most = torch.tensor(max(map(int, counts), default=-1))
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.control)
     return int(most)
 
 
-def _count_in_empty_groups(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], num_updates: int) -> None:
+def _count_in_empty_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], num_updates: int) -> None:
     """Set the step of groups of which this rank trains nothing: other ranks load what rank 0 has saved."""
-    for group, trained in zip(saved, own, strict=True):
+    for group, trained in zip(saved, groups, strict=True):
         if not trained["params"] and num_updates >= 0:
             group["step"] = num_updates
 
@@ -211,13 +211,13 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
 def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Return this rank's part of a parameter's fp32 weights and moments, flattened; moments start at zero, and may be
     in bf16."""
-    own = own_part(distributed, param)
+    local = own_part(distributed, param)
     if not distributed.config.use_precision_aware_optimizer:
         tensors = weights_and_moments(distributed, param)
-    elif distributed.optimizer.state.get(own):
-        tensors = _not_all_on_gpu(weights_and_moments(distributed, param), distributed.optimizer.state[own])
+    elif distributed.optimizer.state.get(local):
+        tensors = _not_all_on_gpu(weights_and_moments(distributed, param), distributed.optimizer.state[local])
     else:  # it creates its state at its first update; until then there may be no room for it
-        tensors = {"param": own.detach().float().cpu()}
+        tensors = {"param": local.detach().float().cpu()}
     weights = tensors["param"]
     return {
         name: tensors[name].detach() if name in tensors else torch.zeros_like(weights) for name in _names(distributed)
@@ -227,12 +227,12 @@ def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -
 def _not_all_on_gpu(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return moments in bf16 as they are stored, since a save converts them without waiting, and move to the host what
     was computed from the state: moments in fp16, which have a scale."""
-    found = {}
+    tensors_to_save = {}
     for name, tensor in tensors.items():
         stored = state["master_param" if name == "param" else name]
         is_kept = stored.dtype == torch.bfloat16 or stored.data_ptr() == tensor.data_ptr()
-        found[name] = stored if is_kept else tensor.cpu()
-    return found
+        tensors_to_save[name] = stored if is_kept else tensor.cpu()
+    return tensors_to_save
 
 
 def _slices(
@@ -244,7 +244,7 @@ def _slices(
         sharded: how the parameter itself is saved.
         data: the elements of the range, None to load them.
     """
-    found = []
+    slices = []
     for offset, tensor in _flat_tensors(sharded):
         shape = tensor.local_shape
         first, last = max(start, offset), min(stop, offset + math.prod(shape))
@@ -265,8 +265,8 @@ def _slices(
                 values = data[done - start : done - start + tensor_slice.numel]
                 piece.data = values.view((1,) * lead + tensor_slice.size)
             done += tensor_slice.numel
-            found.append(piece)
-    return found
+            slices.append(piece)
+    return slices
 
 
 def _shifted(offset: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from llava_mcore.checkpoint.complete import (
 from llava_mcore.checkpoint.deletion import delete_in_background
 from llava_mcore.checkpoint.dist import StateWrite
 from llava_mcore.checkpoint.node_local import LocalWrite
-from llava_mcore.checkpoint.save_plan import SavePlan
+from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
@@ -43,7 +43,7 @@ from llava_mcore.training.description import write_description
 from llava_mcore.training.logs.run_record import run_record
 from llava_mcore.training.saving.host_memory import allocate_in_background
 from llava_mcore.training.saving.save_log import SAVES, Saved
-from llava_mcore.training.saving.state import LOADER_FOLDER, Progress, loader_file, state_to_save
+from llava_mcore.training.saving.state import LOADER_FOLDER, TrainingProgress, loader_file, state_to_save
 from llava_mcore.training.saving.writing import Pending, Writing
 from llava_mcore.training.setup import Trainer
 
@@ -59,7 +59,7 @@ class Saver:
         self._pending: Pending | None = None
         self._deletion: threading.Thread | None = None
         self._allocation: threading.Thread | None = None
-        self._plan = SavePlan(trainer.groups)
+        self._plan = SaveAssignment(trainer.groups)
 
     @property
     def busy(self) -> bool:
@@ -71,7 +71,7 @@ class Saver:
         """Whether a save has to be finished; the same on all ranks."""
         return self._pending is not None
 
-    def prepare(self, progress: Progress) -> None:
+    def prepare(self, progress: TrainingProgress) -> None:
         """Begin to allocate the host memory that saves in the background copy tensors to, unless there has been a save;
         a collective call."""
         device = self.trainer.groups.device
@@ -81,7 +81,7 @@ class Saver:
             self._allocation = allocate_in_background(sizes, device) if sizes else None
 
     def save(
-        self, progress: Progress, loader_state: Any | None, *, background: bool = False, persistent: bool = True
+        self, progress: TrainingProgress, loader_state: Any | None, *, background: bool = False, persistent: bool = True
     ) -> None:
         """Save; with `background`, return as soon as the tensors have been copied.
 
@@ -149,9 +149,9 @@ class Saver:
             problem: why this rank could not.
         """
         groups = self.trainer.groups
-        found = agree(groups, problem)
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
         try:
             pending.write.finish()
         except CheckpointError as error:
@@ -164,9 +164,9 @@ class Saver:
                 self._publish(pending, known)
             except OSError as error:
                 problem = f"{pending.final}: {error}"
-        found = agree(groups, problem)
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        messages = agree(groups, problem)
+        if messages:
+            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
 
     def _warn_of_drift(self, iteration: int) -> None:
         """Log which trained parameters tensor-parallel ranks should have alike and have not; a collective call."""
@@ -184,7 +184,7 @@ class Saver:
         run = self.trainer.run
         return run.run_dir if persistent else run.non_persistent_dir
 
-    def _start(self, progress: Progress, root: Path, *, copy: bool) -> Pending:
+    def _start(self, progress: TrainingProgress, root: Path, *, copy: bool) -> Pending:
         """Create the folder, plan the save and copy the tensors to the host."""
         start = time.perf_counter()
         run, groups = self.trainer.run, self.trainer.groups
@@ -204,9 +204,9 @@ class Saver:
                 _prepare_folder(final)
             except OSError as error:
                 problem = f"{final}: {error}"
-        found = agree(groups, problem)  # also the barrier after which the folder exists
-        if found:
-            raise CheckpointError(problems("the checkpoint could not be written", found), on_all_ranks=True)
+        messages = agree(groups, problem)  # also the barrier after which the folder exists
+        if messages:
+            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
         self._warn_of_drift(progress.iteration)
         with all_cores():
             state = state_to_save(self.trainer, progress)
@@ -272,7 +272,7 @@ class Saver:
             self._deletion.join()
 
 
-def save_checkpoint(trainer: Trainer, progress: Progress, hf_source: Path, loader_state: Any | None) -> Path:
+def save_checkpoint(trainer: Trainer, progress: TrainingProgress, hf_source: Path, loader_state: Any | None) -> Path:
     """Write SAVE_DIR/NAME/iter_XXXXXXX, point the tracker to it and return it; a collective call (see `Saver`)."""
     Saver(trainer, hf_source).save(progress, loader_state)
     return layout.iteration_folder(trainer.run.run_dir, progress.iteration)

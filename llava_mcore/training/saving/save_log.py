@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llava_mcore.training.closing import attempt
+from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.logs.metrics_file import append_line
 
 SAVES = "saves.jsonl"
@@ -31,4 +31,4 @@ class Saved:
 
     def append_to(self, file: Path) -> None:
         """Append it to a file of JSON lines. A failure is only a warning, because the checkpoint is complete."""
-        attempt(SAVES, lambda: append_line(file, json.dumps(asdict(self))))
+        warn_on_failure(SAVES, lambda: append_line(file, json.dumps(asdict(self))))

@@ -1,4 +1,4 @@
-"""What a run saves and resumes: weights, optimizer, schedule, random state, position in the data, counters."""
+"""The state of a run for saving and resuming: weights, optimizer, schedule, random state, data position, counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import random_state, set_random_state
-from llava_mcore.parallel.together import together
+from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.logs.run_record import OF_EVERY_RANK, RANDOM_STATES
 from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
@@ -36,7 +36,7 @@ LOADER_FOLDER = "loader"
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Progress of a run. Skipped or failed updates count too: their samples are consumed."""
 
     iteration: int = 0
@@ -51,7 +51,7 @@ class Progress:
     """Iterations without an update, because loss or gradients were not finite or fp16's loss scaler skipped it."""
 
 
-def resume(trainer: Trainer) -> tuple[Progress, Sequence[Any] | None]:
+def resume(trainer: Trainer) -> tuple[TrainingProgress, Sequence[Any] | None]:
     """Load what `save_checkpoint` wrote into a trainer that has begun with its weights; a collective call.
 
     Returns:
@@ -62,15 +62,15 @@ def resume(trainer: Trainer) -> tuple[Progress, Sequence[Any] | None]:
     """
     checkpoint = trainer.loaded_from
     assert checkpoint is not None
-    before, random = together(trainer.groups, lambda: _read_saved(trainer, checkpoint))
-    loaded = together(trainer.groups, lambda: _load(trainer, checkpoint, random))
-    loader_states = together(trainer.groups, lambda: _apply(trainer, checkpoint, loaded, before))
+    before, random = raise_together(trainer.groups, lambda: _read_saved(trainer, checkpoint))
+    loaded = raise_together(trainer.groups, lambda: _load(trainer, checkpoint, random))
+    loader_states = raise_together(trainer.groups, lambda: _apply(trainer, checkpoint, loaded, before))
     if random is not None:
         set_random_state(loaded["random"])
     elif trainer.uses_dropout:
         logger.info("the layout differs from the checkpoint's: dropout will draw different random numbers")
-    counters = {field.name: loaded[field.name] for field in fields(Progress) if field.name in loaded}
-    return Progress(**counters), loader_states  # older checkpoints lack newer counters
+    counters = {field.name: loaded[field.name] for field in fields(TrainingProgress) if field.name in loaded}
+    return TrainingProgress(**counters), loader_states  # older checkpoints lack newer counters
 
 
 def _read_saved(trainer: Trainer, checkpoint: Path) -> tuple[RunConfig, ShardedObject | None]:
@@ -82,7 +82,7 @@ def _read_saved(trainer: Trainer, checkpoint: Path) -> tuple[RunConfig, ShardedO
 
 def _load(trainer: Trainer, checkpoint: Path, random: ShardedObject | None) -> dict[str, Any]:
     """Load all but the weights; a collective call."""
-    state = _state(trainer, Progress(), is_loading=True, random=random)
+    state = _state(trainer, TrainingProgress(), is_loading=True, random=random)
     with all_cores():
         if is_local(checkpoint):
             return load_local(state, checkpoint, trainer.groups.rank)
@@ -117,10 +117,10 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
             run.optimizer.decay_norms_and_biases,
         ),
     }
-    found = [f"{what}: saved with {a}, now {b}" for what, (a, b) in pairs.items() if a != b]
-    if found:
+    mismatches = [f"{setting}: saved with {a}, now {b}" for setting, (a, b) in pairs.items() if a != b]
+    if mismatches:
         title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not)"
-        raise CheckpointError(problems(title, found))
+        raise CheckpointError(problems(title, mismatches))
 
 
 def _settings(adapter: AdapterConfig) -> str:
@@ -142,34 +142,36 @@ class SavedLoaderStates(Sequence[Any]):
 
     def __init__(self, checkpoint: Path) -> None:
         self._folder = checkpoint / LOADER_FOLDER
-        self._number = sum(1 for _ in self._folder.glob("dp_*.pt"))
+        self._count = sum(1 for _ in self._folder.glob("dp_*.pt"))
 
     def __len__(self) -> int:
-        return self._number
+        return self._count
 
     def __getitem__(self, dp_rank: Any) -> Any:
-        if not 0 <= dp_rank < self._number:
+        if not 0 <= dp_rank < self._count:
             raise IndexError(dp_rank)
         return load_tensors(self._folder / loader_file(dp_rank))
 
 
-def state_to_save(trainer: Trainer, progress: Progress) -> dict[str, Any]:
+def state_to_save(trainer: Trainer, progress: TrainingProgress) -> dict[str, Any]:
     """Return everything that is saved except the position in the data; a collective call."""
     return _state(trainer, progress, is_loading=False, random=_sharded_random_state(trainer.groups))
 
 
-def _state(trainer: Trainer, progress: Progress, *, is_loading: bool, random: ShardedObject | None) -> dict[str, Any]:
+def _state(
+    trainer: Trainer, progress: TrainingProgress, *, is_loading: bool, random: ShardedObject | None
+) -> dict[str, Any]:
     """Return everything that is saved, or what to load into: all but the weights, which the trainer has begun with."""
     run, groups = trainer.run, trainer.groups
-    adaptation = trainer.adaptation
-    if adaptation is None:
+    adapter_setup = trainer.adapter_setup
+    if adapter_setup is None:
         model = model_state(trainer.models, is_loading=is_loading)
     else:
-        model = adapter_state(trainer.models, adaptation.own, is_loading=is_loading)
+        model = adapter_state(trainer.models, adapter_setup.own_names, is_loading=is_loading)
     state: dict[str, Any] = asdict(progress) | ({} if is_loading else model)
     if not run.checkpoint.save_optim and not is_loading:
         return state
-    by_layer = adaptation is not None or bool(run.model.freeze or run.model.unfreeze)
+    by_layer = adapter_setup is not None or bool(run.model.freeze or run.model.unfreeze)
     state["optimizer"] = optimizer_state(trainer.optimizer, model, groups, is_loading=is_loading, by_layer=by_layer)
     state["scheduler"] = trainer.scheduler.state_dict()
     if random is not None:
@@ -182,8 +184,8 @@ def _sharded_random_state(groups: Groups, *, of_every_rank: bool = True) -> Shar
     shape, position = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
     if not of_every_rank:
         return ShardedObject("random_state", random_state(), shape, position, replica_id=groups.dp_rank)
-    whole, own = (*shape, groups.dp_size), (*position, groups.dp_rank)
-    return ShardedObject("random_state", random_state(), whole, own, replica_id=0)
+    full_shape, local_position = (*shape, groups.dp_size), (*position, groups.dp_rank)
+    return ShardedObject("random_state", random_state(), full_shape, local_position, replica_id=0)
 
 
 def _random_state_of(checkpoint: Path, before: RunConfig, groups: Groups) -> ShardedObject | None:

@@ -36,14 +36,14 @@ def choose_audios(
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     load_errors: tuple[type[Exception], ...],
-    found: list[str],
+    problems: list[str],
 ) -> Audios:
     """Load the feature extractor of the first folder that has one; for a class that takes sound it must be there.
 
     Args:
         files: names that a feature extractor's settings may have.
         load_errors: errors that transformers raises for missing or invalid files.
-        found: problems are added here.
+        problems: problems are added here.
     """
     architecture = architecture_of(config)
     if not architecture.takes_audios:
@@ -52,7 +52,7 @@ def choose_audios(
     token = architecture.audio_placeholder(tokenizer)
     folder = next((f for f in folders if any((f / name).is_file() for name in files)), None)
     if folder is None:
-        found.append(f"no feature extractor in {folders[0]}: none of {', '.join(files)}")
+        problems.append(f"no feature extractor in {folders[0]}: none of {', '.join(files)}")
         return Audios(token=token)
     errors: tuple[type[Exception], ...] = (*load_errors, DataError)
     try:
@@ -61,7 +61,7 @@ def choose_audios(
         if not isinstance(extractor, WhisperFeatureExtractor):
             raise DataError(f"it is a {type(extractor).__name__}, not a WhisperFeatureExtractor")
     except errors as error:
-        found.append(f"the feature extractor in {folder} cannot be used: {why_not_loaded(error)}")
+        problems.append(f"the feature extractor in {folder} cannot be used: {why_not_loaded(error)}")
         return Audios(token=token)
     return Audios(extractor, token)
 

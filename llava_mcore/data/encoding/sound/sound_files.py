@@ -94,10 +94,10 @@ def _opened(data: bytes) -> SoundFile:
         file = soundfile.SoundFile(BytesIO(data))
     except soundfile.LibsndfileError as error:
         raise DataError(f"a sound of {len(data)} bytes cannot be opened: {_said(error)}") from error
-    found = _why_not(file, data)
-    if found is not None:
+    reason = _why_not(file, data)
+    if reason is not None:
         file.close()
-        raise DataError(found)
+        raise DataError(reason)
     return file
 
 
@@ -166,5 +166,5 @@ def _resampled(mono: NDArray[np.float32], own_rate: int, rate: int, length: int)
 def _said(error: Exception) -> str:
     """Return what libsndfile says, without Python's name of the file."""
     text = str(error)
-    _, found, said = text.partition(">: ")
-    return (said if found else text).strip() or "libsndfile does not say why"
+    _, separator, said = text.partition(">: ")
+    return (said if separator else text).strip() or "libsndfile does not say why"

@@ -131,8 +131,8 @@ class ChatText:
 
     def _probe_unmarked(self) -> Closing:
         text, spans = self._difference_spans(self._probe())
-        own_text, found, closing = text[slice(*spans[0])].partition(ANSWER)
-        if not found:
+        own_text, separator, closing = text[slice(*spans[0])].partition(ANSWER)
+        if not separator:
             raise DataError(f"the chat template ends its prompt after the answer; add {{% generation %}}: {text!r}")
         before, eos, _ = closing.partition(self.eos_token)
         trained = before + eos if eos else closing.rstrip()

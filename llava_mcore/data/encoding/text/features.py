@@ -1,4 +1,4 @@
-"""What a chat template renders besides text: tools, calls of them, their results, reasoning. Found by rendering it."""
+"""The features of a chat template besides text: tools, calls of them, results, reasoning. Detected by rendering it."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def tokens_in_span(encoding: Encoding, span: Span, length: int) -> slice:
 
 def _token_at(encoding: Encoding, start: int, length: int) -> int:
     """Return the first token of the first character from start on that has one, or the number of all tokens."""
-    found = (encoding.char_to_token(char) for char in range(start, length))
-    return next((token for token in found if token is not None), len(encoding))
+    tokens = (encoding.char_to_token(char) for char in range(start, length))
+    return next((token for token in tokens if token is not None), len(encoding))
 
 
 def _is_trimmed(encoding: Encoding, token: int, *, after_char: int) -> bool:

@@ -49,10 +49,10 @@ def choose_template(
         return TemplateChoice(text, f"{chat_template} (--chat-template)", lang or "en")
     if chat_template is not None:
         return _named(tokenizer, chat_template, "--chat-template", lang)
-    own = _own_template(tokenizer, folders)
-    if own is not None:
-        check_bounds(own[0], str(own[1]))
-        return TemplateChoice(own[0], str(own[1]), lang or "en")
+    own_template = _own_template(tokenizer, folders)
+    if own_template is not None:
+        check_bounds(own_template[0], str(own_template[1]))
+        return TemplateChoice(own_template[0], str(own_template[1]), lang or "en")
     if lang is not None:
         return _named(tokenizer, BY_LANG[lang], f"--lang {lang}, as the tokenizer has none", lang)
     raise DataError(

@@ -40,13 +40,13 @@ class TypedTokens:
         typed = [token for token in self._tokens if token not in marks]
         self._typed = _alternatives(typed)
         self._normalizer = _normalizer(tokenizer, typed)
-        number = {token: index for index, token in enumerate(self._tokens)}
-        self._own_name = {token: chr(OWN + n) * len(token) for token, n in number.items()}
-        self._typed_name = {token: chr(TYPED + n) * len(token) for token, n in number.items()}
+        indices = {token: index for index, token in enumerate(self._tokens)}
+        self._own_name = {token: chr(OWN + n) * len(token) for token, n in indices.items()}
+        self._typed_name = {token: chr(TYPED + n) * len(token) for token, n in indices.items()}
         swapped = self._own_name | {name: token for token, name in self._typed_name.items()}
         self._swap = _replacer(swapped)
         self._hide = _replacer({token: self._typed_name[token] for token in typed})
-        self._literal = {escape(mark): self._typed_name[mark] for mark in TYPES if mark in number}
+        self._literal = {escape(mark): self._typed_name[mark] for mark in TYPES if mark in indices}
         self._hide_literal = _replacer(self._literal)
         self._renamed: Tokenizer | None = None
 
@@ -54,10 +54,10 @@ class TypedTokens:
         """Return the special tokens in a text, before or after the tokenizer's normalization."""
         if self._typed is None:
             return set()
-        found = set(self._typed.findall(text))
+        tokens = set(self._typed.findall(text))
         if self._normalizer is not None:
-            found |= set(self._typed.findall(self._normalizer(text)))
-        return found
+            tokens |= set(self._typed.findall(self._normalizer(text)))
+        return tokens
 
     def has_literal(self, text: str) -> bool:
         """Return whether a text contains an escaped mark that would be a token if it were not hidden."""
@@ -94,9 +94,9 @@ class TypedTokens:
         for token, name in self._own_name.items():
             probes = (token, f"a{token}", f"{token}a {token}")
             expected = [self._tokenizer.encode(p, add_special_tokens=False).ids for p in probes]
-            found = [renamed.encode(p.replace(token, name), add_special_tokens=False).ids for p in probes]
-            if found != expected:
-                raise DataError(f"{_ADVICE}: {token} became {found}, not {expected}")
+            actual = [renamed.encode(p.replace(token, name), add_special_tokens=False).ids for p in probes]
+            if actual != expected:
+                raise DataError(f"{_ADVICE}: {token} became {actual}, not {expected}")
         return renamed
 
 
@@ -132,7 +132,7 @@ def _rename_model(model: dict[str, Any], names: dict[str, str]) -> None:
     """Give tokens of a tokenizer's model other names, in place."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
-        model["vocab"] = {names.get(token, token): number for token, number in vocab.items()}
+        model["vocab"] = {names.get(token, token): token_id for token, token_id in vocab.items()}
     else:  # pieces with their scores
         model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
     if model.get("unk_token") in names:

@@ -1,1 +1,1 @@
-"""What a row names -> its bytes and size: pictures, sounds, lists of frames and video files."""
+"""Media that a row names -> their bytes and sizes: pictures, sounds, lists of frames and video files."""

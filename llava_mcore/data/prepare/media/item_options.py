@@ -33,7 +33,7 @@ FEWEST_TOKENS, MOST_TOKENS = 4, 16384
 
 @dataclass(frozen=True, slots=True)
 class PictureSizes:
-    """What a picture is resized to: a height and width, or a range of areas. None: not given."""
+    """The size that a picture is resized to: a height and width, or a range of areas. None: not given."""
 
     height: int | None
     width: int | None

@@ -116,11 +116,11 @@ def _read_data_uri(uri: str, reasons: MediaReasons) -> bytes:
     return _decoded(unquote(payload), "the data URI", reasons)
 
 
-def _decoded(text: str, what: str, reasons: MediaReasons) -> bytes:
+def _decoded(text: str, subject: str, reasons: MediaReasons) -> bytes:
     try:
         return base64.b64decode(_joined(text), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadSample(reasons.broken, f"{what} {shortened(text):.60} is not base64: {error}") from error
+        raise BadSample(reasons.broken, f"{subject} {shortened(text):.60} is not base64: {error}") from error
 
 
 def _joined(text: str) -> str:

@@ -28,7 +28,7 @@ CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif"
 """FFmpeg's names of the formats that are read (mov: mp4 too; matroska: webm too). Playlists are not among them: they
 name other files, or addresses, which FFmpeg would open."""
 QUALITY = 95
-"""Of the JPEGs."""
+"""Quality of the JPEGs."""
 NO_PYAV = 'video files are read by PyAV: pip install "llava-mcore[video]", or list the frames of each video as pictures'
 
 
@@ -70,10 +70,10 @@ def select_frames(times: list[Fraction], last_duration: Fraction, sampling: Samp
         last_duration: how long the last frame is shown, in seconds.
     """
     duration = times[-1] + last_duration - times[0]
-    wanted = max(1, math.ceil(duration * Fraction(sampling.fps)))
-    number = min(max(wanted, sampling.min_frames), sampling.max_frames, len(times))
-    step = 1 / Fraction(sampling.fps) if number == wanted else duration / number
-    chosen = [bisect_right(times, times[0] + step * i) - 1 for i in range(number)]
+    num_sampled = max(1, math.ceil(duration * Fraction(sampling.fps)))
+    count = min(max(num_sampled, sampling.min_frames), sampling.max_frames, len(times))
+    step = 1 / Fraction(sampling.fps) if count == num_sampled else duration / count
+    chosen = [bisect_right(times, times[0] + step * i) - 1 for i in range(count)]
     return chosen, float(1 / step)
 
 
@@ -125,20 +125,20 @@ def _decode(
 ) -> list[bytes]:
     """Return the chosen frames as JPEGs. One may be chosen several times, where the times between frames vary."""
     order = chosen if clock.stamps is None else [clock.stamps[i] for i in chosen]
-    wanted, found, num_bytes = set(order), dict[int, bytes](), 0
-    for number, frame in enumerate(container.decode(stream)):
-        stamp = number if clock.stamps is None else frame.pts
-        if stamp is None or stamp not in wanted or stamp in found:
+    expected, encoded, num_bytes = set(order), dict[int, bytes](), 0
+    for index, frame in enumerate(container.decode(stream)):
+        stamp = index if clock.stamps is None else frame.pts
+        if stamp is None or stamp not in expected or stamp in encoded:
             continue
-        found[stamp] = _jpeg(frame, limits)
-        num_bytes += len(found[stamp])
+        encoded[stamp] = _jpeg(frame, limits)
+        num_bytes += len(encoded[stamp])
         if num_bytes > limits.sample_bytes:
             raise BadSample(
                 Reason.TOO_LARGE, f"its frames have more than {limits.sample_bytes} bytes (--max-sample-bytes)"
             )
-        if len(found) == len(wanted):
-            return [found[stamp] for stamp in order]
-    raise BadSample(Reason.VIDEO_BROKEN, f"only {len(found)} of {len(wanted)} frames could be decoded")
+        if len(encoded) == len(expected):
+            return [encoded[stamp] for stamp in order]
+    raise BadSample(Reason.VIDEO_BROKEN, f"only {len(encoded)} of {len(expected)} frames could be decoded")
 
 
 def _jpeg(frame: VideoFrame, limits: Limits) -> bytes:

@@ -13,7 +13,7 @@ from llava_mcore.data.prepare.media.item_options import ClipOptions, clip_option
 from llava_mcore.data.prepare.media.pictures import inspect, read_picture
 from llava_mcore.data.prepare.media.references import VIDEO, cannot_open, resolve
 from llava_mcore.data.prepare.media.video_files import decode_video
-from llava_mcore.data.prepare.row_types import BadSample, Clip, Picture, Reason
+from llava_mcore.data.prepare.row_types import BadSample, Picture, Reason, VideoFrames
 from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.files.near_match import shortened
@@ -28,7 +28,7 @@ def read_video(
     *,
     frames_fps: float | None = None,
     decode: bool = False,
-) -> Clip:
+) -> VideoFrames:
     """Find a video and return its frames.
 
     Args:
@@ -54,11 +54,11 @@ def read_video(
         frames = tuple(read_picture(frame, folder, decode=decode, limits=limits) for frame in listed)
     if not frames:
         raise BadSample(Reason.NO_FRAMES, "a video lists no frames")
-    for number, frame in enumerate(frames):
+    for index, frame in enumerate(frames):
         if frame.size != frames[0].size:
             sizes = " and ".join(f"{width} x {height}" for width, height in (frames[0].size, frame.size))
-            raise BadSample(Reason.FRAME_SIZES, f"frames 0 and {number} of a video have {sizes} pixels")
-    return Clip(frames, fps)
+            raise BadSample(Reason.FRAME_SIZES, f"frames 0 and {index} of a video have {sizes} pixels")
+    return VideoFrames(frames, fps)
 
 
 def _listed(reference: Any) -> Sequence[Any] | None:

@@ -94,11 +94,11 @@ def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]
 
 def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_shard: Callable[[], None]) -> None:
     """Write index.sqlite, and the index next to each shard."""
-    numbers = {str(report.name): number for number, report in enumerate(written)}
+    indices = {str(report.name): index for index, report in enumerate(written)}
     index: Any = SqliteIndexWriterAggregator(EPath(sqlite), total_tasks=len(written))
     index.on_start(None)
     for report in written:
-        rows = rows_of_shard(str(report.name), numbers, EPath(folder), MAX_PARTS)
+        rows = rows_of_shard(str(report.name), indices, EPath(folder), MAX_PARTS)
         with interrupts_afterwards():  # energon would log it and leave the shard's samples out
             for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
                 index.on_item(list(batch), None)
@@ -109,16 +109,16 @@ def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_
 
 def _checked(rows: Iterable[Any], folder: Path, report: ShardReport) -> Iterator[Any]:
     """Yield the index rows of a shard. Energon only logs a shard that it cannot read; here it is a DataError."""
-    found = report.counts.entries
+    num_entries = report.counts.entries
     for row in rows:
-        if isinstance(row, IndexShardInfo) and row.shard_info.count != found:
-            found = row.shard_info.count
+        if isinstance(row, IndexShardInfo) and row.shard_info.count != num_entries:
+            num_entries = row.shard_info.count
         else:
             yield row
-    if found != report.counts.entries:
+    if num_entries != report.counts.entries:
         raise DataError(
-            f"{folder / str(report.name)} has {found} samples, but {report.counts.entries} were written; they have "
-            "been changed: remove the shard and run the same command again"
+            f"{folder / str(report.name)} has {num_entries} samples, but {report.counts.entries} were written; they "
+            "have been changed: remove the shard and run the same command again"
         )
 
 

@@ -18,7 +18,7 @@ from llava_mcore.data.encoding.record_keys import ROW
 from llava_mcore.data.encoding.stored_tokens import digest_of, to_json
 from llava_mcore.data.encoding.text.tokens import TextTokens
 from llava_mcore.data.packing.best_fit import best_fit
-from llava_mcore.data.prepare.counts import Counts, ShardReport
+from llava_mcore.data.prepare.counts import PrepareCounts, ShardReport
 from llava_mcore.data.prepare.media.item_options import resizing_for
 from llava_mcore.data.prepare.media.pictures import read_picture
 from llava_mcore.data.prepare.media.sounds import read_sound
@@ -30,15 +30,15 @@ from llava_mcore.data.prepare.row_types import (
     FILLED,
     THOUGHTLESS,
     BadSample,
-    Clip,
-    Conversation,
+    CheckedConversation,
     Draft,
     Picture,
     Reason,
     Recording,
-    Row,
-    Segment,
+    RowRange,
     Skipped,
+    SourceRow,
+    VideoFrames,
 )
 from llava_mcore.data.prepare.shard_plan import Options
 from llava_mcore.data.prepare.sources.base import SourceFile
@@ -73,12 +73,12 @@ class ShardMaker:
         self._resizing = resizing_for(assets)
         self._on_row = on_row
 
-    def make(self, shard: int, segments: Sequence[Segment]) -> ShardReport:
+    def make(self, shard: int, segments: Sequence[RowRange]) -> ShardReport:
         """Write a shard and return its report; rows that cannot become samples are skipped.
 
         Raises DataError if the source can no longer be read, OSError if the shard cannot be written.
         """
-        counts, skipped = Counts(), list[Skipped]()
+        counts, skipped = PrepareCounts(), list[Skipped]()
         name = f"{shard:06d}.tar"
         temporary = self._setup.scratch / f"{name}.{os.getpid()}.part"  # a process of a killed run may still be writing
         with ShardWriter(temporary, self._setup.folder / name) as writer:
@@ -94,8 +94,8 @@ class ShardMaker:
         return ShardReport(shard, name if sha256 else None, sha256, counts, tuple(skipped))
 
     def _conversations(
-        self, segments: Sequence[Segment], counts: Counts, skipped: list[Skipped]
-    ) -> Iterator[Conversation]:
+        self, segments: Sequence[RowRange], counts: PrepareCounts, skipped: list[Skipped]
+    ) -> Iterator[CheckedConversation]:
         """Yield the good rows as conversations, counted; the others go to `skipped`."""
         for segment in segments:
             file = self._setup.files[segment.file]
@@ -117,7 +117,7 @@ class ShardMaker:
                     counts.add(conversation)
                     yield conversation
 
-    def _draft(self, row: Row, counts: Counts) -> Draft:
+    def _draft(self, row: SourceRow, counts: PrepareCounts) -> Draft:
         """Return the parsed row. Keys that nothing reads are counted, also if the row is skipped later."""
         if isinstance(row.data, BadSample):
             raise row.data
@@ -130,7 +130,7 @@ class ShardMaker:
         check_turns(draft.turns)
         return draft
 
-    def _conversation(self, file: SourceFile, row: Row, draft: Draft, number: int) -> Conversation:
+    def _conversation(self, file: SourceFile, row: SourceRow, draft: Draft, index: int) -> CheckedConversation:
         how, options = self._setup.how, self._setup.options
         _check_length(draft.turns, options.limits)
         self._require_media_to_be_taken(draft)
@@ -159,8 +159,8 @@ class ShardMaker:
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
-        return Conversation(
-            number,
+        return CheckedConversation(
+            index,
             draft.turns,
             pictures,
             num_tokens,
@@ -196,7 +196,7 @@ class ShardMaker:
                 raise BadSample(reason, refused[mark])
 
 
-def _write_packs(writer: ShardWriter, conversations: list[Conversation], capacity: int) -> None:
+def _write_packs(writer: ShardWriter, conversations: list[CheckedConversation], capacity: int) -> None:
     lengths = [conversation.num_tokens or 0 for conversation in conversations]
     for pack in best_fit(lengths, capacity):
         writer.add_pack([conversations[i] for i in pack])
@@ -210,7 +210,7 @@ def _check_length(turns: Sequence[Turn], limits: Limits) -> None:
 
 
 def _check_amount(
-    pictures: Sequence[Picture], videos: Sequence[Clip], sounds: Sequence[Recording], limits: Limits
+    pictures: Sequence[Picture], videos: Sequence[VideoFrames], sounds: Sequence[Recording], limits: Limits
 ) -> None:
     """Raise BadSample for more frames or bytes than a sample may have."""
     frames = [frame for video in videos for frame in video.frames]
@@ -222,7 +222,7 @@ def _check_amount(
 
 
 def _as_trained(
-    draft: Draft, pictures: Sequence[Picture], videos: Sequence[Clip], sounds: Sequence[Recording]
+    draft: Draft, pictures: Sequence[Picture], videos: Sequence[VideoFrames], sounds: Sequence[Recording]
 ) -> samples.Conversation:
     """Return the conversation as training reads it."""
     clips = [Video(tuple(frame.data for frame in video.frames), video.fps) for video in videos]
@@ -257,10 +257,10 @@ def _tokens(assets: Assets | None, conversation: samples.Conversation) -> tuple[
     return num_tokens, tokens
 
 
-def _id_of(row: Row) -> str:
+def _id_of(row: SourceRow) -> str:
     """Return the row's id; '' if it has none."""
-    found = None if isinstance(row.data, BadSample) else row.data.get("id")
-    return "" if found is None else _clean(str(found))[:LONGEST_ID]
+    row_id = None if isinstance(row.data, BadSample) else row.data.get("id")
+    return "" if row_id is None else _clean(str(row_id))[:LONGEST_ID]
 
 
 def _clean(text: str) -> str:

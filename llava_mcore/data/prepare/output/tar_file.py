@@ -14,7 +14,7 @@ from typing import Any, Self
 from llava_mcore.data.encoding.messages import message_of
 from llava_mcore.data.encoding.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY
-from llava_mcore.data.prepare.row_types import Conversation, Picture, Recording
+from llava_mcore.data.prepare.row_types import CheckedConversation, Picture, Recording
 from llava_mcore.files.atomic import move
 
 
@@ -36,11 +36,11 @@ class ShardWriter:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
-    def add(self, conversation: Conversation) -> None:
+    def add(self, conversation: CheckedConversation) -> None:
         """Write one conversation as a sample; its number is its key."""
         self._add_entry(conversation.row, about(conversation), [conversation])
 
-    def add_pack(self, conversations: Sequence[Conversation]) -> None:
+    def add_pack(self, conversations: Sequence[CheckedConversation]) -> None:
         """Write several as one sample, with the key of the first."""
         self._add_entry(conversations[0].row, {"pack": [about(c) for c in conversations]}, conversations)
 
@@ -65,25 +65,25 @@ class ShardWriter:
         """Return the offset in the file."""
         return self._file.tell()
 
-    def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[Conversation]) -> None:
+    def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[CheckedConversation]) -> None:
         """Write the json, the pictures, the frames numbered after them, and the sounds numbered by themselves."""
         key = f"{row:09d}"
         pictures = [picture for conversation in conversations for picture in conversation.pictures]
         videos = list[dict[str, Any]]()
         for video in (video for conversation in conversations for video in conversation.videos):
-            names = [_part(number, frame) for number, frame in enumerate(video.frames, start=len(pictures))]
+            names = [_part(index, frame) for index, frame in enumerate(video.frames, start=len(pictures))]
             videos.append({FRAMES_KEY: names} | ({} if video.fps is None else {FPS_KEY: video.fps}))
             pictures += video.frames
         if videos:
             content = content | {VIDEOS_KEY: videos}
         sounds = [sound for conversation in conversations for sound in conversation.sounds]
         if sounds:
-            content = content | {AUDIOS_KEY: [_part(number, sound) for number, sound in enumerate(sounds)]}
+            content = content | {AUDIOS_KEY: [_part(index, sound) for index, sound in enumerate(sounds)]}
         self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
-        for number, picture in enumerate(pictures):
-            self._add_file(f"{key}.{_part(number, picture)}", picture.data)
-        for number, sound in enumerate(sounds):
-            self._add_file(f"{key}.{_part(number, sound)}", sound.data)
+        for index, picture in enumerate(pictures):
+            self._add_file(f"{key}.{_part(index, picture)}", picture.data)
+        for index, sound in enumerate(sounds):
+            self._add_file(f"{key}.{_part(index, sound)}", sound.data)
         self.num_entries += 1
 
     def _add_file(self, name: str, data: bytes) -> None:
@@ -92,12 +92,12 @@ class ShardWriter:
         self._tar.addfile(member, BytesIO(data))
 
 
-def _part(number: int, item: Picture | Recording) -> str:
+def _part(index: int, item: Picture | Recording) -> str:
     """Return the name of a part."""
-    return f"{number}.{item.extension}"
+    return f"{index}.{item.extension}"
 
 
-def about(conversation: Conversation) -> dict[str, Any]:
+def about(conversation: CheckedConversation) -> dict[str, Any]:
     """Return the json part of a conversation, but for what it says of videos and of all sounds."""
     content: dict[str, Any] = {"messages": [message_of(turn) for turn in conversation.turns]}
     if conversation.tools:

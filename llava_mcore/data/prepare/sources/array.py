@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.row_types import Row, Segment
+from llava_mcore.data.prepare.row_types import RowRange, SourceRow
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import BOM, decode_row, too_large
 from llava_mcore.errors import DataError
@@ -34,22 +34,22 @@ class JsonArray:
     def scan(self, cuts: Cuts) -> Scan:
         """Find the bytes at which shards start. DataError if the file is not a list or is truncated."""
         sha, segments = hashlib.sha256(), []
-        first = number = start = stop = 0
+        first = count = start = stop = 0
         cut = cuts.next_cut(0)
         with self.path.open("rb") as file:
             elements = _Elements(file, self.path, sha)
             elements.open_list()
-            for number, (begin, end) in enumerate(elements, start=1):
-                start, stop = (begin if number == first + 1 else start), end
-                if number == cut:
+            for count, (begin, end) in enumerate(elements, start=1):
+                start, stop = (begin if count == first + 1 else start), end
+                if count == cut:
                     segments.append(cuts.segment(first, cut - first, start, stop))
                     first, cut = cut, cuts.next_cut(cut)
             elements.close_list()
-        if number > first:
-            segments.append(cuts.segment(first, number - first, start, stop))
-        return Scan(tuple(segments), number, sha.hexdigest())
+        if count > first:
+            segments.append(cuts.segment(first, count - first, start, stop))
+        return Scan(tuple(segments), count, sha.hexdigest())
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield one row per element."""
         with self.path.open("rb") as file:
             file.seek(segment.start)
@@ -57,7 +57,7 @@ class JsonArray:
             for index, (begin, end) in enumerate(elements, start=segment.index):
                 is_large = end - begin > self.most_bytes
                 large = too_large("an element", self.most_bytes)
-                yield Row(index, large if is_large else decode_row(elements.text_of(begin, end)))
+                yield SourceRow(index, large if is_large else decode_row(elements.text_of(begin, end)))
 
 
 @dataclass
@@ -156,5 +156,5 @@ class _Elements:
         self.position = 0
         return bool(block)
 
-    def _broken(self, what: str) -> DataError:
-        return DataError(f"{self.path} is not a JSON list of objects: byte {self.base + self.position}: {what}")
+    def _broken(self, problem: str) -> DataError:
+        return DataError(f"{self.path} is not a JSON list of objects: byte {self.base + self.position}: {problem}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from llava_mcore.data.prepare.row_types import Row, Segment
+from llava_mcore.data.prepare.row_types import RowRange, SourceRow
 
 BLOCK = 1 << 20
 """Bytes to read at a time."""
@@ -18,12 +18,12 @@ BLOCK = 1 << 20
 class Scan:
     """The result of reading through a file once."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[RowRange, ...]
     num_rows: int
     fingerprint: str
     """Changes if the file's rows change."""
     notes: tuple[str, ...] = ()
-    """What of it is not read."""
+    """Parts of the file that are not read."""
 
 
 class SourceFile(Protocol):
@@ -43,7 +43,7 @@ class SourceFile(Protocol):
         """Read through the file once, in little memory. DataError if it cannot be read."""
         ...
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield the rows of a segment. DataError if the file can no longer be read."""
         ...
 
@@ -62,11 +62,11 @@ class Cuts:
         """Return the first row of this file after row `index` at which a shard starts."""
         return index + self.rows_per_shard - (self.first_row + index) % self.rows_per_shard
 
-    def segment(self, index: int, count: int, start: int = 0, stop: int = 0) -> Segment:
+    def segment(self, index: int, count: int, start: int = 0, stop: int = 0) -> RowRange:
         """Return the segment of `count` rows starting at this file's row `index`."""
-        return Segment(self.file, self.first_row + index, index, count, start, stop)
+        return RowRange(self.file, self.first_row + index, index, count, start, stop)
 
-    def by_number(self, num_rows: int) -> tuple[Segment, ...]:
+    def by_number(self, num_rows: int) -> tuple[RowRange, ...]:
         """Return all segments of a file in which rows are found by their number."""
         segments, index = [], 0
         while index < num_rows:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.row_types import BadSample, Row, Segment
+from llava_mcore.data.prepare.row_types import BadSample, RowRange, SourceRow
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 from llava_mcore.data.prepare.sources.lines import too_large
 from llava_mcore.errors import DataError
@@ -39,7 +39,7 @@ class ParquetTable:
             num_rows = int(table.metadata.num_rows)
         return Scan(cuts.by_number(num_rows), num_rows, _ends_hash(self.path))
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield rows of the row groups that the segment touches."""
         with self._open() as table:
             first, groups = 0, []
@@ -75,17 +75,17 @@ class ArrowTable:
         num_rows = sum(batch.num_rows for batch in _guarded(self.path, self._batches()))
         return Scan(cuts.by_number(num_rows), num_rows, _ends_hash(self.path))
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield rows; earlier ones are skipped without being read."""
         batches = self._batches()
         first = 0
         for batch in _guarded(self.path, batches):
             if first + batch.num_rows > segment.index:
-                wanted = batch.select([name for name in batch.schema.names if name in self.columns])
+                used = batch.select([name for name in batch.schema.names if name in self.columns])
                 begin = max(0, segment.index - first)
                 end = min(batch.num_rows, segment.index + segment.count - first)
-                pieces = (wanted.slice(i, min(ROWS_AT_ONCE, end - i)) for i in range(begin, end, ROWS_AT_ONCE))
-                part = Segment(segment.file, 0, first + begin, end - begin)
+                pieces = (used.slice(i, min(ROWS_AT_ONCE, end - i)) for i in range(begin, end, ROWS_AT_ONCE))
+                part = RowRange(segment.file, 0, first + begin, end - begin)
                 unread = tuple(name for name in batch.schema.names if name not in self.columns)
                 yield from _rows(self.path, pieces, part, 0, self.most_bytes, unread)
             first += batch.num_rows
@@ -108,18 +108,18 @@ class ArrowTable:
 def _rows(
     path: Path,
     batches: Iterator[pa.RecordBatch],
-    segment: Segment,
+    segment: RowRange,
     skipped: int,
     most_bytes: int,
     unread: tuple[str, ...],
-) -> Iterator[Row]:
+) -> Iterator[SourceRow]:
     """Yield the segment's rows from batches that start `skipped` rows before it. unread: columns left in the file."""
     left = segment.count
     for batch in _guarded(path, batches):
         passed = min(skipped, batch.num_rows)
         skipped -= passed
         for row in _as_rows(batch.slice(passed, min(left, batch.num_rows - passed)), most_bytes):
-            yield Row(segment.index + segment.count - left, row, unread)
+            yield SourceRow(segment.index + segment.count - left, row, unread)
             left -= 1
         if not left:
             return

@@ -14,7 +14,7 @@ from llava_mcore.data.prepare.record_layouts import Keys
 from llava_mcore.data.prepare.sources.array import LARGEST_ELEMENT, JsonArray
 from llava_mcore.data.prepare.sources.base import SourceFile
 from llava_mcore.data.prepare.sources.columns import ArrowTable, ParquetTable
-from llava_mcore.data.prepare.sources.lines import BOM, JsonLines
+from llava_mcore.data.prepare.sources.lines import BOM, JsonLinesSource
 from llava_mcore.data.prepare.sources.tars import TarShard
 from llava_mcore.data.prepare.sources.triples import TripleFolder, has_samples
 from llava_mcore.errors import DataError
@@ -72,13 +72,13 @@ def find_files(path: Path, how: Opening) -> list[SourceFile]:
     return files
 
 
-def _fits(file: SourceFile, wanted: Format) -> bool:
-    if wanted == "auto":
+def _fits(file: SourceFile, expected: Format) -> bool:
+    if expected == "auto":
         return True
-    if wanted == "vqa":
+    if expected == "vqa":
         return isinstance(file, (TripleFolder, TarShard))
-    if wanted in LAYOUTS:
-        return isinstance(file, (JsonLines, JsonArray))
+    if expected in LAYOUTS:
+        return isinstance(file, (JsonLinesSource, JsonArray))
     return isinstance(file, (ParquetTable, ArrowTable))
 
 
@@ -86,11 +86,11 @@ def _open_file(path: Path, root: Path, how: Opening) -> SourceFile:
     """Open a file, to be named relative to root."""
     name, folder = str(path.relative_to(root)), how.image_dir or path.parent
     if not path.is_file():
-        found = kind_of(path.stat().st_mode) if path.exists() else "a broken link"
-        raise DataError(f"{path} is {found}, not a regular file")
+        kind = kind_of(path.stat().st_mode) if path.exists() else "a broken link"
+        raise DataError(f"{path} is {kind}, not a regular file")
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        return JsonLines(path, name, folder, how.most_bytes)
+        return JsonLinesSource(path, name, folder, how.most_bytes)
     if suffix == ".json":
         return _open_json(path)(path, name, folder, how.most_bytes)
     if suffix == ".parquet":
@@ -116,7 +116,7 @@ def _open_json(path: Path) -> Callable[[Path, str, Path, int], SourceFile]:
         is_row = False
     if not is_row:
         raise DataError(f"{path} is neither a list of objects nor JSON lines; it begins with {head[:60]!r}")
-    return JsonLines
+    return JsonLinesSource
 
 
 def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
@@ -130,13 +130,13 @@ def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
     triples = _folder_of_samples(folder, how.split)
     if triples is not None:
         return [TripleFolder(triples, triples.name, how.image_dir or triples, how.most_bytes)]
-    found = _by_suffix(folder)
-    data = [suffix for suffix in found if suffix not in JSON_SUFFIXES] or list(found)
+    by_suffix = _by_suffix(folder)
+    data = [suffix for suffix in by_suffix if suffix not in JSON_SUFFIXES] or list(by_suffix)
     if len(data) != 1:
         if not data:
             raise DataError(f"{folder} has no files of a supported kind. {ALLOWED}")
         raise DataError(f"{folder} has {' and '.join(sorted(data))} files; name one file or folder. {ALLOWED}")
-    paths = _of_split(found[data[0]], folder, how.split)
+    paths = _of_split(by_suffix[data[0]], folder, how.split)
     folders = sorted({str(path.parent.relative_to(folder)) for path in paths})
     if len(folders) > 1 and data[0] == ".parquet":
         raise DataError(f"{folder} has tables in several folders; choose one of {', '.join(folders[:10])}")
@@ -165,14 +165,14 @@ def _suffix(name: str) -> str:
 
 def _by_suffix(folder: Path) -> dict[str, list[Path]]:
     """Return the data files of a folder and its subfolders, in order and without hidden ones."""
-    found: dict[str, list[Path]] = {}
+    by_suffix: dict[str, list[Path]] = {}
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             suffix = _suffix(name)
             if suffix in DATA_SUFFIXES and not name.startswith("."):
-                found.setdefault(suffix, []).append(Path(root, name))
-    return {suffix: sorted(paths) for suffix, paths in found.items()}
+                by_suffix.setdefault(suffix, []).append(Path(root, name))
+    return {suffix: sorted(paths) for suffix, paths in by_suffix.items()}
 
 
 def _of_split(paths: Sequence[Path], folder: Path, split: str) -> list[Path]:

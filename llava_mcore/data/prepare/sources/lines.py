@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.row_types import BadSample, Reason, Row, Segment, type_and_value
+from llava_mcore.data.prepare.row_types import BadSample, Reason, RowRange, SourceRow, type_and_value
 from llava_mcore.data.prepare.sources.base import BLOCK, Cuts, Scan
 
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class JsonLines:
+class JsonLinesSource:
     """A .jsonl file."""
 
     path: Path
@@ -50,7 +50,7 @@ class JsonLines:
             segments.append(cuts.segment(first, num_lines - first, start, position))
         return Scan(tuple(segments), num_lines, sha.hexdigest())
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield one row per line."""
         with self.path.open("rb") as file:
             file.seek(segment.start)
@@ -59,14 +59,14 @@ class JsonLines:
                 if len(line) > self.most_bytes:
                     while not line.endswith(b"\n") and (following := file.readline(BLOCK)):
                         line = following
-                    yield Row(index, too_large("a line", self.most_bytes))
+                    yield SourceRow(index, too_large("a line", self.most_bytes))
                 elif line.strip():
-                    yield Row(index, decode_row(line))
+                    yield SourceRow(index, decode_row(line))
 
 
-def too_large(what: str, most_bytes: int) -> BadSample:
+def too_large(subject: str, most_bytes: int) -> BadSample:
     """Return the reason for skipping a row with too many bytes."""
-    return BadSample(Reason.TOO_LARGE, f"{what} of more than {most_bytes} bytes (--max-sample-bytes)")
+    return BadSample(Reason.TOO_LARGE, f"{subject} of more than {most_bytes} bytes (--max-sample-bytes)")
 
 
 def decode_row(data: bytes) -> dict[str, Any] | BadSample:

@@ -43,11 +43,11 @@ def media_in_order(parts: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda part: (int(n) if (n := part.partition(".")[0]).isdecimal() else 0, part))
 
 
-def not_read(what: str, counts: Mapping[str, int]) -> str:
+def not_read(subject: str, counts: Mapping[str, int]) -> str:
     """Return a note about files that belong to no sample, or parts that nothing reads, by name."""
     names = [f"{name} ({count:,})" if count > 1 else name for name, count in Counter(counts).most_common(SHOWN)]
     more = "" if len(counts) <= SHOWN else f" and {len(counts) - SHOWN:,} more names"
-    return f"{sum(counts.values()):,} {what}: {', '.join(names)}{more}"
+    return f"{sum(counts.values()):,} {subject}: {', '.join(names)}{more}"
 
 
 def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> dict[str, Any] | BadSample:
@@ -71,20 +71,20 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
     frames = {name for video in listed for name in video.frames}
     sounds = {name: item for name, item in media.items() if is_sound_part(name)}
     pictures = [picture for name, picture in media.items() if name not in frames and name not in sounds]
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if pictures:  # else the row may name pictures that are files
         row = {key: value for key, value in row.items() if key not in IMAGE_KEYS}
-        found["images"] = pictures
+        result["images"] = pictures
     if listed:  # what is no part is a path
-        found[VIDEOS_KEY] = [
+        result[VIDEOS_KEY] = [
             {FRAMES_KEY: [media.get(name, name) for name in video.frames], FPS_KEY: video.fps} for video in listed
         ]
     order = row.get(AUDIOS_KEY)
     if sounds:  # in the order of the json, or of their numbers
-        found[AUDIOS_KEY] = [media.get(name, name) for name in (order if isinstance(order, list) else sounds)]
+        result[AUDIOS_KEY] = [media.get(name, name) for name in (order if isinstance(order, list) else sounds)]
     if "txt" in texts:
         try:
-            found["answer"] = texts["txt"].decode("utf-8-sig")
+            result["answer"] = texts["txt"].decode("utf-8-sig")
         except UnicodeDecodeError as error:
             return BadSample(Reason.NOT_UTF8, f"{stem}.txt: {error.reason} at byte {error.start}")
-    return {"id": stem} | row | found
+    return {"id": stem} | row | result

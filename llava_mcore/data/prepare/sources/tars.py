@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.row_types import BadSample, Reason, Row, Segment
+from llava_mcore.data.prepare.row_types import BadSample, Reason, RowRange, SourceRow
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.parts import is_hidden, is_used, media_in_order, not_read, row_of
 from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, TarIndex, members, open_tar
@@ -33,8 +33,8 @@ class TarShard:
         """Read the headers of all members, which determine the fingerprint. DataError if the file is truncated, or
         parts of a sample are not adjacent."""
         sha, segments = hashlib.sha256(), []
-        number = first = start = 0
-        cut, last, groups = cuts.next_cut(0), "", _Groups()
+        count = first = start = 0
+        cut, last, groups = cuts.next_cut(0), "", _SampleGroups()
         with self._open() as tar:
             for member in self._members(tar):
                 sha.update(
@@ -45,16 +45,16 @@ class TarShard:
                 stem, part = split_member(member.name)
                 groups.add(stem, part)
                 if stem != last:
-                    if number == cut:
+                    if count == cut:
                         segments.append(cuts.segment(first, cut - first, start, member.offset))
                         first, start, cut = cut, member.offset, cuts.next_cut(cut)
-                    number, last = number + 1, stem
+                    count, last = count + 1, stem
             end = tar.offset
-        if number > first:
-            segments.append(cuts.segment(first, number - first, start, end))
-        return Scan(tuple(segments), number, sha.hexdigest(), groups.check(self.path))
+        if count > first:
+            segments.append(cuts.segment(first, count - first, start, end))
+        return Scan(tuple(segments), count, sha.hexdigest(), groups.check(self.path))
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield the samples starting at a segment's first byte."""
         tar_index = TarIndex(lambda: open_regular_file(self.path))
         with self._open(segment.start) as tar:
@@ -63,13 +63,13 @@ class TarShard:
                 stem, part = split_member(member.name)
                 if stem != last:
                     if last:
-                        yield Row(index, _tar_sample(last, parts))
+                        yield SourceRow(index, _tar_sample(last, parts))
                     index, last, parts = index + 1, stem, {}
                     if index == segment.index + segment.count:
                         return
                 parts[part] = self._content(tar, member, tar_index)
             if last:
-                yield Row(index, _tar_sample(last, parts))
+                yield SourceRow(index, _tar_sample(last, parts))
 
     @contextlib.contextmanager
     def _open(self, start: int = 0) -> Iterator[tarfile.TarFile]:
@@ -105,7 +105,7 @@ class TarShard:
         return data
 
 
-class _Groups:
+class _SampleGroups:
     """The parts of each sample of a tar. A sample's parts must be adjacent, since a reader passes through once."""
 
     def __init__(self) -> None:
@@ -134,8 +134,8 @@ class _Groups:
         """Return notes about parts that nothing reads. DataError if parts of a sample are not adjacent."""
         self._close()
         if self._scattered:
-            first, number = next(iter(self._scattered)), len(self._scattered)
-            others = f" (and of {number - 1:,} more samples)" if number > 1 else ""
+            first, count = next(iter(self._scattered)), len(self._scattered)
+            others = f" (and of {count - 1:,} more samples)" if count > 1 else ""
             raise DataError(f"{path}: parts of {first}{others} are not adjacent; write the tar with --sort=name")
         return (not_read("parts are not read", self._unused),) if self._unused else ()
 
@@ -150,11 +150,11 @@ def split_member(name: str) -> tuple[str, str]:
     return folder + slash + stem, "" if is_hidden(name) else part
 
 
-def _tar_sample(stem: str, found: Mapping[str, bytes | NoContents]) -> dict[str, Any] | BadSample:
-    parts = {part: data for part, data in found.items() if isinstance(data, bytes)}
+def _tar_sample(stem: str, contents: Mapping[str, bytes | NoContents]) -> dict[str, Any] | BadSample:
+    parts = {part: data for part, data in contents.items() if isinstance(data, bytes)}
     empty = [
         f"{stem}.{part}: {data.reason}"
-        for part, data in found.items()
+        for part, data in contents.items()
         if isinstance(data, NoContents) and is_used(part)
     ]
     if empty:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.prepare.row_types import BadSample, Reason, Row, Segment
+from llava_mcore.data.prepare.row_types import BadSample, Reason, RowRange, SourceRow
 from llava_mcore.data.prepare.sources.base import Cuts, Scan
 from llava_mcore.data.prepare.sources.parts import TEXT_PARTS, is_hidden, is_used, media_in_order, not_read, row_of
 from llava_mcore.errors import DataError
@@ -43,7 +43,7 @@ class TripleFolder:
         notes = (not_read("files belong to no sample", Counter(unused)),) if unused else ()
         return Scan(cuts.by_number(len(samples)), len(samples), sha.hexdigest(), notes)
 
-    def read(self, segment: Segment) -> Iterator[Row]:
+    def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield the samples in the order of their names. DataError if a file has been deleted."""
         samples = _listing(self.path)[0][segment.index : segment.index + segment.count]
         for index, (stem, parts) in enumerate(samples, start=segment.index):
@@ -54,14 +54,14 @@ class TripleFolder:
                     p.lower(): read_regular_file(paths[p], self.most_bytes) for p in parts if p.lower() in TEXT_PARTS
                 }
             except RefusedFileError as error:
-                yield Row(index, BadSample(Reason.NO_CONVERSATION, str(error)))
+                yield SourceRow(index, BadSample(Reason.NO_CONVERSATION, str(error)))
                 continue
             except OSError as error:
                 if not Path(str(error.filename)).is_symlink():
                     raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
-                yield Row(index, BadSample(Reason.NO_CONVERSATION, f"{error.filename}: {error.strerror}"))
+                yield SourceRow(index, BadSample(Reason.NO_CONVERSATION, f"{error.filename}: {error.strerror}"))
                 continue
-            yield Row(index, row_of(stem, texts, {part: str(paths[part]) for part in media_in_order(parts)}))
+            yield SourceRow(index, row_of(stem, texts, {part: str(paths[part]) for part in media_in_order(parts)}))
 
 
 @functools.lru_cache(maxsize=1)
@@ -91,9 +91,9 @@ def _listing(folder: Path) -> tuple[list[tuple[str, tuple[str, ...]]], list[str]
 def _join_numbered(samples: dict[str, list[str]]) -> None:
     """Move NNN.0.jpg, NNN.1.jpg, … to the sample of NNN.json, as in shards."""
     for name in list(samples):
-        stem, _, number = name.rpartition(".")
-        if number.isdecimal() and "json" in samples.get(stem, ()) and "json" not in samples[name]:
-            samples[stem] += [f"{number}.{part}" for part in samples.pop(name)]
+        stem, _, suffix = name.rpartition(".")
+        if suffix.isdecimal() and "json" in samples.get(stem, ()) and "json" not in samples[name]:
+            samples[stem] += [f"{suffix}.{part}" for part in samples.pop(name)]
 
 
 def has_samples(names: Iterable[str]) -> bool:

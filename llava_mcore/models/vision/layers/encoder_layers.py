@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, Layout, PadColumns, PadParts, Regroup, Reshape
+from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, Reshape, TensorTransform
 from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
 from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
@@ -51,16 +51,16 @@ def encoder_fields(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
     }
 
 
-def require(hf: PretrainedConfig, wanted: Mapping[str, Any], *, section: str = "vision_config") -> None:
+def require(hf: PretrainedConfig, expected: Mapping[str, Any], *, section: str = "vision_config") -> None:
     """Check required values in a tower's config. ConversionError lists all others."""
     values = hf.to_dict()
-    found = [
+    mismatches = [
         f"{section}.{key} = {values[key]} is not supported; it must be {value}"
-        for key, value in wanted.items()
+        for key, value in expected.items()
         if values[key] != value
     ]
-    if found:
-        raise ConversionError("\n".join(found))
+    if mismatches:
+        raise ConversionError("\n".join(mismatches))
 
 
 def embedding_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, conv: str) -> list[Entry]:
@@ -100,9 +100,9 @@ def layer_entries(
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
     qkv, into = (tuple(f"{h}{name}.{{wb}}" for name in x) for x in (names.query_key_value, names.into))
     heads = hf.num_attention_heads
-    fuse: Layout = FuseQKV(heads, heads) if len(qkv) > 1 else Regroup(heads, heads)
-    stack: Layout = Concat(len(into)) if len(into) > 1 else Copy()
-    narrow: Layout = Copy()
+    fuse: TensorTransform = FuseQKV(heads, heads) if len(qkv) > 1 else Regroup(heads, heads)
+    stack: TensorTransform = Concat(len(into)) if len(into) > 1 else Copy()
+    narrow: TensorTransform = Copy()
     if ffn is not None and ffn[0] != ffn[1]:
         stack, narrow = PadParts(len(into), *ffn), PadColumns(*ffn)
     norms = [
@@ -130,7 +130,7 @@ def scale_entries(*, megatron: str, prefix: str, layers: range, scales: tuple[st
     """Return the entries of layer scales, after attention and after the MLP."""
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
     places = zip(("self_attn_bda.scale", "mlp_bda.scale"), scales, strict=True)
-    templates = [Entry(m + ours, h + theirs, REPLICATED) for ours, theirs in places]
+    templates = [Entry(m + megatron_name, h + hf_name, REPLICATED) for megatron_name, hf_name in places]
     return [x for entry in templates for x in entry.expand(layer=layers)]
 
 

@@ -27,9 +27,9 @@ def clear_padding(mlp: MLP, width: int, *, tp_rank: int) -> None:
         width: in Hugging Face's files; where it is gated, of the gate alone.
     """
     into, out_of = mlp.linear_fc1, mlp.linear_fc2
-    number = out_of.weight.shape[1]
-    kept = min(max(width - tp_rank * number, 0), number)
+    num_columns = out_of.weight.shape[1]
+    num_used = min(max(width - tp_rank * num_columns, 0), num_columns)
     for parameter in (into.weight, into.bias):
-        for part in parameter.split(number):  # gate and value, or all of it
-            part[kept:] = 0
-    out_of.weight[:, kept:] = 0
+        for part in parameter.split(num_columns):  # gate and value, or all of it
+            part[num_used:] = 0
+    out_of.weight[:, num_used:] = 0

@@ -115,7 +115,7 @@ class Answerer:
         multiple = pad_multiple(trainer.run)
         asked = None
         if self.data is not None:
-            asked = PromptQueue(self._mine(self.data), self.data.assets, self._settings, multiple=multiple)
+            asked = PromptQueue(self._own_questions(self.data), self.data.assets, self._settings, multiple=multiple)
         with without_side_effects(trainer):
             answers = generate(
                 trainer.models,
@@ -133,7 +133,7 @@ class Answerer:
                     asked.answered(answer.index, answer.tokens)
         return asked
 
-    def _mine(self, data: AnswerData) -> Iterator[Question | Skip]:
+    def _own_questions(self, data: AnswerData) -> Iterator[Question | Skip]:
         groups = self.trainer.groups
         return data.questions.read(data.questions.indices[groups.dp_rank :: groups.dp_size])
 

@@ -1,11 +1,13 @@
 """Find words that the project does not use, and print what to write instead; `make lint` runs it.
 
-codespell finds misspelled words. This table is for correctly spelled ones: terms that nobody else uses, and phrases
-that a native speaker would not write.
+codespell finds misspelled words. The first table is for correctly spelled ones: terms that nobody else uses, and
+phrases that a native speaker would not write. `IDENTIFIERS` are names that say nothing about what they name, which the
+package must not define.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -45,6 +47,28 @@ PAGES = {
 }
 """Word or phrase -> what to write instead. `PAGES` applies to the documentation only."""
 
+PACKAGE = "llava_mcore/"
+IDENTIFIERS = {
+    "found": "problems, errors, matches, result, or what it is",
+    "number": "index, count, num_…, iteration",
+    "numbers": "indices, counts, values",
+    "wanted": "expected, requested",
+    "own": "local, own_…, or what it is",
+    "given": "args, kwargs, typed, or what it is",
+    "kept": "what it is, num_kept",
+    "made": "processed, written, or what it is",
+    "shown": "listed, text, or what it is",
+    "whole": "full, or what it is",
+    "most": "most_…, max_…, limit, capacity",
+    "mine": "local, own_…",
+    "ours": "megatron_…",
+    "theirs": "hf_…",
+    "what": "what it is",
+}
+"""Name of a variable, argument, attribute, function or class, in any case and with underscores around it -> instead."""
+IDENTIFIERS_OF_FILES = frozenset({("llava_mcore/evaluation/tasks.py", "number")})
+"""Names that files have: a key of `evaluate`'s report."""
+
 
 def main() -> int:
     """Print a line for every match; return 1 if there is one."""
@@ -52,9 +76,13 @@ def main() -> int:
     names = [
         name for name in listed.splitlines() if name.endswith(SUFFIXES) and not name.startswith("benchmarks/results/")
     ]
-    found = [line for name in names if is_read(ROOT / name) for line in matches(name)]
-    print("".join(f"{line}\n" for line in found), end="")
-    return 1 if found else 0
+    names = [name for name in names if is_read(ROOT / name)]
+    lines = [line for name in names for line in matches(name)]
+    modules = [name for name in names if name.startswith(PACKAGE) and name.endswith(".py")]
+    lines += [line for name in modules for line in identifiers(name)]
+    lines += classes_of_one_name(modules)
+    print("".join(f"{line}\n" for line in lines), end="")
+    return 1 if lines else 0
 
 
 def is_read(path: Path) -> bool:
@@ -65,10 +93,44 @@ def is_read(path: Path) -> bool:
 def matches(name: str) -> Iterator[str]:
     """Yield every match in a file, with its replacement."""
     words = EVERYWHERE | PAGES if name.endswith(".md") and not name.startswith("benchmarks/") else EVERYWHERE
-    for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
+    for line_number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
         for pattern, instead in words.items():
             for match in re.finditer(rf"\b({pattern})\b", line, re.IGNORECASE):
-                yield f"{name}:{number}: {match[0]!r}: write {instead}"
+                yield f"{name}:{line_number}: {match[0]!r}: write {instead}"
+
+
+def identifiers(name: str) -> Iterator[str]:
+    """Yield every definition of a name in `IDENTIFIERS`, with what to call it instead."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+        defined = definition(node)
+        word = "" if defined is None else defined.strip("_").lower()
+        if word in IDENTIFIERS and (name, word) not in IDENTIFIERS_OF_FILES:
+            yield f"{name}:{vars(node)['lineno']}: the name {defined!r}: write {IDENTIFIERS[word]}"
+
+
+def classes_of_one_name(modules: list[str]) -> Iterator[str]:
+    """Yield every class whose name another class already has, with or without an underscore."""
+    seen: dict[str, str] = {}
+    for name in modules:
+        for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                where = f"{name}:{node.lineno}"
+                if (other := seen.setdefault(node.name.strip("_"), where)) != where:
+                    yield f"{where}: the class {node.name}: {other} has the same name; write what it is"
+
+
+def definition(node: ast.AST) -> str | None:
+    """Return the name that a node defines; None if it defines none."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+        case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name
+        case ast.alias(asname=name):
+            return name
+    return None
 
 
 if __name__ == "__main__":

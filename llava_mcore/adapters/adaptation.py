@@ -107,7 +107,9 @@ def _check_settings(adapter: AdapterConfig, checkpoint: Path) -> None:
     """Refuse settings that a checkpoint's adapter does not have, and that would have no effect on it."""
     before = load_run_config(checkpoint / RUN_FILE, [], {}).adapter
     pairs = {
-        key: (_shown(before, key), _shown(adapter, key)) for key in type(adapter).model_fields if key != "quantize"
+        key: (_setting_text(before, key), _setting_text(adapter, key))
+        for key in type(adapter).model_fields
+        if key != "quantize"
     }
     mismatches = [
         f"adapter.{key}: it has {old}, this run asks for {new}" for key, (old, new) in pairs.items() if old != new
@@ -121,7 +123,7 @@ def _check_settings(adapter: AdapterConfig, checkpoint: Path) -> None:
         raise ConfigError(problems(title, mismatches))
 
 
-def _shown(adapter: AdapterConfig, key: str) -> str:
+def _setting_text(adapter: AdapterConfig, key: str) -> str:
     """Return a setting as it is compared. Folders may have moved since."""
     value = adapter.model_dump()[key]
     if key == "load":

@@ -126,7 +126,7 @@ class LinearAdapter:
             a = self._low_rank(x, remake, training=training)
         # Each tensor-parallel rank holds a partial sum of A x (row-parallel) or A x of its own tokens (sequence
         # parallelism).
-        a = self._summed(a) if self.division.is_row_parallel else self._whole(a)
+        a = self._summed(a) if self.division.is_row_parallel else self._all_tokens(a)
         if not (self.dora or self.division.gathers):
             of_blocks = self._by_block([one.lora_B for one in self.factors.values()])
             B = [x for _, _, x in of_blocks if x is not None]
@@ -163,12 +163,12 @@ class LinearAdapter:
         dropped = {i: self._dropped(x, i) for i in self.factors}
         a = torch.cat([F.linear(dropped[i], one.lora_A) for i, one in self.factors.items()], dim=-1)
         rows = [self._rows_of(i, x.device) for i in dropped]
-        base: Tensor = BaseRows.apply(weight, rows, *map(self._whole, dropped.values()))
+        base: Tensor = BaseRows.apply(weight, rows, *map(self._all_tokens, dropped.values()))
         if self.division.gathers:
             base = tensor_parallel.gather_from_tensor_model_parallel_region(base)
         return a, self._summed(base) if self.division.is_row_parallel else base
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _all_tokens(self, x: Tensor) -> Tensor:
         """Return what the layer's product reads: a column-parallel one reads the tokens of all ranks."""
         division = self.division
         if division.tp_size == 1 or division.is_row_parallel:

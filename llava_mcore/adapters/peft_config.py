@@ -161,11 +161,11 @@ def peft_config(
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": lora_rank,
-        "lora_alpha": _whole(alpha),
+        "lora_alpha": _as_integer(alpha),
         "lora_dropout": plan.dropout,
         "target_modules": target_modules(plan, layers),
         "rank_pattern": {name: r for name, r in plan.lora_ranks.items() if r != lora_rank},
-        "alpha_pattern": {name: _whole(x) for name, x in plan.alphas.items() if x != alpha},
+        "alpha_pattern": {name: _as_integer(x) for name, x in plan.alphas.items() if x != alpha},
         "bias": plan.bias,
         "use_rslora": plan.rslora,
         "use_dora": plan.dora,
@@ -193,5 +193,5 @@ def _most_common[T](values: Iterable[T]) -> T:
     return max(listed, key=listed.count)
 
 
-def _whole(value: float) -> float | int:
+def _as_integer(value: float) -> float | int:
     return int(value) if value == int(value) else value

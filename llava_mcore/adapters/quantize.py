@@ -37,20 +37,20 @@ def quantize_model(models: Sequence[VisionLanguageModel], layers: ModelLayers, k
     """
     if kind == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError("--lora-quantize nf4 needs the package bitsandbytes: pip install 'llava-mcore[qlora]'")
-    layers_quantized: list[Quantized] = []
+    quantized_layers: list[Quantized] = []
     for model in models:
         for linear, module in frozen_linears(model, layers):
             weight = module.weight.detach().to(groups.device)
             quantized = QUANTIZERS[kind](weight, linear, groups.tp_size, groups.tp_rank, lambda x: _gather(x, groups))
             freeze_with(module, quantized.dequantize)
-            layers_quantized.append(quantized)
+            quantized_layers.append(quantized)
         model.to(groups.device)
-    weights, num_bytes = sum(x.num_weights for x in layers_quantized), sum(x.num_bytes for x in layers_quantized)
+    weights, num_bytes = sum(x.num_weights for x in quantized_layers), sum(x.num_bytes for x in quantized_layers)
     logger.info(
         "%s: %s weights of this rank's %d layers take %.3f GiB",
         kind,
         f"{weights:,}",
-        len(layers_quantized),
+        len(quantized_layers),
         num_bytes / 2**30,
     )
 

@@ -97,7 +97,7 @@ def to_nf4(weight: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int, g
     map_of_scales = weight.new_empty(0)
     for member in dict.fromkeys(members):
         local = [absmax[i] for i, owner in enumerate(members) if owner == member]
-        full = _whole(local, linear, gather)
+        full = _gathered(local, linear, gather)
         offset = full.mean()
         scale_codes, state = functional.quantize_blockwise(full.flatten() - offset, blocksize=SCALE_BLOCK)
         map_of_scales = state.code
@@ -118,7 +118,7 @@ def to_nf4(weight: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int, g
     )
 
 
-def _whole(local: list[Tensor], linear: MegatronLinear, gather: Gather) -> Tensor:
+def _gathered(local: list[Tensor], linear: MegatronLinear, gather: Gather) -> Tensor:
     """Return the scales of a whole Hugging Face matrix, of a rank's parts of its blocks of rows."""
     if linear.is_row_parallel:
         return torch.cat(gather(local[0]), dim=1)

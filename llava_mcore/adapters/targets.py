@@ -17,7 +17,7 @@ _RANK_KEYS = {
     "vision_projection": "adapter.projection_r",
 }
 """The settings that give the layers of a part a rank."""
-_SHOWN = 16  # maximum number of names in a message
+_MOST_NAMES = 16  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,12 @@ def _nothing_to_adapt(target: str, members: Mapping[str, int | None], layers: Mo
             "--lora-modules-to-save"
         )
     ends = dict.fromkeys(name.rpartition(".")[2] for name in layers.members)
-    return f"--lora-targets {target}: the model has no such linear layer; it has {', '.join(list(ends)[:_SHOWN])}"
+    return f"--lora-targets {target}: the model has no such linear layer; it has {', '.join(list(ends)[:_MOST_NAMES])}"
 
 
 def _unknown_module(name: str, layers: ModelLayers) -> str:
     examples = [x for x in sorted(layers.module_names) if x.count(".") <= 1]
-    return f"--lora-modules-to-save {name}: the model has no such module; it has {', '.join(examples[:_SHOWN])}"
+    return f"--lora-modules-to-save {name}: the model has no such module; it has {', '.join(examples[:_MOST_NAMES])}"
 
 
 def _tied(modules: Iterable[str], layers: ModelLayers) -> Iterator[str]:

@@ -94,13 +94,13 @@ class HfModel:
         check_media(conversation, assets)
         asked = assets.chat.prompt_tokens(conversation.turns, conversation.num_media, conversation.tools)
         tokens = expanded(asked, conversation, assets, "prompt")
-        most = assets.limits.picture_pixels
+        most_pixels = assets.limits.picture_pixels
         media: dict[str, Any] = {}
         if conversation.images:
-            media["images"] = [[decode_image(data, most, assets.to_rgb) for data in conversation.images]]
+            media["images"] = [[decode_image(data, most_pixels, assets.to_rgb) for data in conversation.images]]
         videos = conversation.videos
         if videos:
-            clips = [decode_frames(video.frames, most, assets.to_rgb) for video in videos]
+            clips = [decode_frames(video.frames, most_pixels, assets.to_rgb) for video in videos]
             media |= {"videos": [clips], "do_sample_frames": False, "video_metadata": [list(map(_about, videos))]}
         if conversation.audios:
             rate = assets.plan.sampling_rate

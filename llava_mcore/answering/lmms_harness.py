@@ -82,8 +82,8 @@ def _results(output: Path) -> Iterator[TaskResult]:
         result = task_result(task, metrics[task], documents)
         failed = [sample for sample in result.samples if sample.answer.startswith(FAILED)]
         if failed:
-            how_many = f"{len(failed)} of {result.num_samples} questions could not be asked"
-            refused.append(f"{task}: {how_many}; the first one: {failed[0].answer}")
+            failed_share = f"{len(failed)} of {result.num_samples} questions could not be asked"
+            refused.append(f"{task}: {failed_share}; the first one: {failed[0].answer}")
         else:
             yield result
     if refused:

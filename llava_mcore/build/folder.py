@@ -211,8 +211,8 @@ def _say_features(
     expanded = " (--expand-projector)" if options.expand_projector else ""
     tokens = f"{kind.tokens_per_tile(config)} tokens per {kind.tile}"
     if pinpoints := kind.pinpoints(config.vision_config):
-        most = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
-        tokens += f", about {most} for a picture with the largest grid"
+        most_tokens = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
+        tokens += f", about {most_tokens} for a picture with the largest grid"
     if architecture_of(config).takes_videos:
         one, two = (_video_placeholders(config, processor, VideoShape(n, 64, 64)) for n in (1, 2))
         tokens += f", {two - one} per frame of a video"

@@ -31,7 +31,7 @@ ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 SHOWN_FOLDERS = 5
 _LONGEST_TRACKER = 1000
 _MOST_DIGITS = 18
-_OURS = (UNUSED, RECORD, MANIFEST)
+_RUN_FILES = (UNUSED, RECORD, MANIFEST)
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -46,7 +46,7 @@ def hf_folder(checkpoint: Path) -> Path:
 
 def companion_skip() -> tuple[str, ...]:
     """Names of our own files in `hf/`, which do not belong in an exported folder."""
-    return _OURS
+    return _RUN_FILES
 
 
 def is_iteration(folder: Path) -> bool:
@@ -63,7 +63,7 @@ def latest_iteration(root: Path) -> int | None:
     tracker = root / TRACKER
     if not tracker.is_file():
         return None
-    iteration = _number(tracker)
+    iteration = _tracked_iteration(tracker)
     if iteration is None:
         text = _tracker_text(tracker)
         excerpt = repr(text) if len(text) <= 80 else f"{text[:80]!r}… ({len(text)} characters)"
@@ -76,7 +76,7 @@ def _tracker_text(tracker: Path) -> str:
         return file.read(_LONGEST_TRACKER).strip()
 
 
-def _number(tracker: Path) -> int | None:
+def _tracked_iteration(tracker: Path) -> int | None:
     """Return the iteration in a tracker; None if it contains anything else."""
     text = _tracker_text(tracker) if tracker.is_file() else ""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
@@ -132,7 +132,7 @@ def latest_readable(root: Path) -> tuple[Path, int]:
         CheckpointError: like `latest_checkpoint`.
     """
     tracker = root / TRACKER
-    iteration = _number(tracker)
+    iteration = _tracked_iteration(tracker)
     is_release = tracker.is_file() and _tracker_text(tracker) == "release"
     folder = root / "release" if is_release else root if iteration is None else iteration_folder(root, iteration)
     if folder != root and any(folder.glob("mp_rank_*")):

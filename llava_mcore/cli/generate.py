@@ -26,7 +26,7 @@ from llava_mcore.generation.settings import TokenSampling
 
 ROWS = 8
 """Questions of a dataset that are answered at the same time, unless the user says."""
-SHOWN = 10
+MOST_PROBLEMS = 10
 """Problems of samples that are printed."""
 
 
@@ -119,9 +119,9 @@ def _summary(records: Sequence[Record], out: Path, seconds: float) -> str:
         f"{len(records) - len(problems)} answers with {num_tokens} tokens in {seconds:.1f} s -> {out}"
         + (f"; questions that could not be asked: {len(problems)}" if problems else "")
     ]
-    lines += [f"  - {record.key}: {record.problem}" for record in problems[:SHOWN]]
-    if len(problems) > SHOWN:
-        lines.append(f"  - … and {len(problems) - SHOWN} more, see the file")
+    lines += [f"  - {record.key}: {record.problem}" for record in problems[:MOST_PROBLEMS]]
+    if len(problems) > MOST_PROBLEMS:
+        lines.append(f"  - … and {len(problems) - MOST_PROBLEMS} more, see the file")
     return "\n".join(lines)
 
 

@@ -51,7 +51,7 @@ SAMPLING: dict[str, Any] = {
 }
 """Settings of a folder's generation_config.json that change how tokens are chosen, with values that do nothing;
 beside them `temperature` and `top_p`, which a request has."""
-OURS = ("temperature", "top_p", "seed", "stop")
+OUR_OPTIONS = ("temperature", "top_p", "seed", "stop")
 """Fields of a request that transformers' handler does not see, because it does the wrong thing with them."""
 
 
@@ -144,10 +144,10 @@ class _RequestGeneration:
 
     def _limit(self, config: Any, inputs: Any) -> None:
         """Set the longest answer. HTTPException if prompt and answer exceed the model's positions."""
-        prompt, most = inputs["input_ids"].shape[-1], self._pinned.positions
+        prompt, most_positions = inputs["input_ids"].shape[-1], self._pinned.positions
         asked = self._body.get("max_tokens")
-        if prompt + (asked or 1) > most:
-            positions = f"{most} positions (max_position_embeddings)"
+        if prompt + (asked or 1) > most_positions:
+            positions = f"{most_positions} positions (max_position_embeddings)"
             raise HTTPException(
                 400,
                 f"the prompt has {prompt} tokens, pictures included, "
@@ -158,7 +158,7 @@ class _RequestGeneration:
                     "conversation or lower max_tokens"
                 ),
             )
-        config.max_new_tokens = asked or min(USUAL_TOKENS, most - prompt)
+        config.max_new_tokens = asked or min(USUAL_TOKENS, most_positions - prompt)
 
     def _generating(self, model: Any, processor: Any, inputs: Any) -> Any:
         """Return a model whose `generate` has the request's seed and stops."""
@@ -205,7 +205,7 @@ class _OneAnswer(_Handler):
             # In the model's own settings, because `generate` replaces a None by what they have.
             setattr(model_config, name, value)
         config = super()._build_generation_config(
-            {name: value for name, value in body.items() if name not in OURS}, model_config, use_cb=use_cb
+            {name: value for name, value in body.items() if name not in OUR_OPTIONS}, model_config, use_cb=use_cb
         )
         temperature = body.get("temperature") or 0
         if temperature >= GREEDY_BELOW:

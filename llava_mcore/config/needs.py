@@ -32,7 +32,7 @@ class Condition:
         return any(self.test(value_of(run, key)) for key in self.keys)
 
 
-def _given(*keys: str) -> Condition:
+def _is_set(*keys: str) -> Condition:
     """A switch is on, or a value is given, of one of the keys."""
     return Condition(keys, bool, " or ".join(map(name_of, keys)))
 
@@ -45,29 +45,29 @@ def _several(key: str) -> Condition:
     return Condition((key,), lambda current: bool(current > 1), f"{name_of(key)} 2 or more")
 
 
-_SAVING = _given("checkpoint.save", "checkpoint.save_interval")
-_FP8 = _given("training.fp8")
-_PRECISION_AWARE = _given("optimizer.use_precision_aware_optimizer")
+_SAVING = _is_set("checkpoint.save", "checkpoint.save_interval")
+_FP8 = _is_set("training.fp8")
+_PRECISION_AWARE = _is_set("optimizer.use_precision_aware_optimizer")
 _WSD = _is("optimizer.lr_decay_style", "WSD")
 _PIPELINE = _several("parallel.pipeline_model_parallel_size")
-_NON_PERSISTENT = _given("checkpoint.non_persistent_save_interval")
-_LORA = _given("adapter.r", "adapter.vision_r", "adapter.projection_r")
-_ADAPTER = _given("adapter.r", "adapter.vision_r", "adapter.projection_r", "adapter.load")
+_NON_PERSISTENT = _is_set("checkpoint.non_persistent_save_interval")
+_LORA = _is_set("adapter.r", "adapter.vision_r", "adapter.projection_r")
+_ADAPTER = _is_set("adapter.r", "adapter.vision_r", "adapter.projection_r", "adapter.load")
 
 NEEDS: dict[str, Condition] = {
-    "logging.wandb_project": _given("logging.wandb"),
-    "logging.mlflow_experiment": _given("logging.mlflow"),
-    "logging.profile_ranks": _given("logging.profile"),
+    "logging.wandb_project": _is_set("logging.wandb"),
+    "logging.mlflow_experiment": _is_set("logging.mlflow"),
+    "logging.profile_ranks": _is_set("logging.profile"),
     "checkpoint.save_optim": _SAVING,
     "checkpoint.keep_last": _SAVING,
-    "checkpoint.keep_every": _given("checkpoint.keep_last"),  # without it, nothing is deleted
+    "checkpoint.keep_every": _is_set("checkpoint.keep_last"),  # without it, nothing is deleted
     # A run always waits for its last checkpoint.
-    "checkpoint.async_save": _given("checkpoint.save_interval", "checkpoint.non_persistent_save_interval"),
+    "checkpoint.async_save": _is_set("checkpoint.save_interval", "checkpoint.non_persistent_save_interval"),
     "checkpoint.non_persistent_dir": _NON_PERSISTENT,
     "checkpoint.non_persistent_local_dir": _NON_PERSISTENT,
-    "data.packing_buffer_size": _given("data.packing"),
-    "model.cuda_graphs": _given("data.packing"),  # other batches have other lengths
-    "model.cuda_graphs_vision": _given("model.cuda_graphs"),
+    "data.packing_buffer_size": _is_set("data.packing"),
+    "model.cuda_graphs": _is_set("data.packing"),  # other batches have other lengths
+    "model.cuda_graphs_vision": _is_set("model.cuda_graphs"),
     "model.recompute_modules": _is("model.recompute", "selective"),
     "model.recompute_method": _is("model.recompute", "full"),
     "model.recompute_num_layers": _is("model.recompute", "full"),
@@ -87,11 +87,11 @@ NEEDS: dict[str, Condition] = {
     "optimizer.lr_wsd_decay_style": _WSD,
     "optimizer.lr_wsd_decay_iters": _WSD,
     "optimizer.lr_wsd_decay_samples": _WSD,
-    "optimizer.decay_norms_and_biases": _given("optimizer.weight_decay"),
+    "optimizer.decay_norms_and_biases": _is_set("optimizer.weight_decay"),
     "optimizer.exp_avg_dtype": _PRECISION_AWARE,
     "optimizer.exp_avg_sq_dtype": _PRECISION_AWARE,
     "optimizer.cpu_offload": _PRECISION_AWARE,
-    "optimizer.cpu_offload_fraction": _given("optimizer.cpu_offload"),
+    "optimizer.cpu_offload_fraction": _is_set("optimizer.cpu_offload"),
     "training.loss_scale": _is("training.precision", "fp16"),
     "training.fp8_vision": _FP8,
     "training.fp8_recipe": _FP8,
@@ -99,12 +99,12 @@ NEEDS: dict[str, Condition] = {
     "training.fp8_maximum_over": _FP8,
     "training.fp8_first_layers_bf16": _FP8,
     "training.fp8_last_layers_bf16": _FP8,
-    "validation.eval_iters": _given("validation.eval_interval"),
+    "validation.eval_iters": _is_set("validation.eval_interval"),
     **{
-        f"validation.eval_generate_{name}": _given("validation.eval_generate")
+        f"validation.eval_generate_{name}": _is_set("validation.eval_generate")
         for name in ("samples", "max_new_tokens", "batch_size", "examples")
     },
-    "faults.spike_thr": _given("faults.alert_spike"),
+    "faults.spike_thr": _is_set("faults.alert_spike"),
 }
 
 

@@ -50,7 +50,7 @@ def _folder_name(value: str) -> str:
     return value
 
 
-def _number(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     """Literal[1, 2] does not convert text by itself, as int does."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
@@ -89,7 +89,7 @@ class RunConfig(Section):
 
     name: Annotated[str, AfterValidator(_folder_name)] = "run"
     """Name of the run, and of its folder under the save folder."""
-    stage: Annotated[Literal[1, 2], BeforeValidator(_number)] = 2
+    stage: Annotated[Literal[1, 2], BeforeValidator(_as_number)] = 2
     """Training stage; it sets the defaults of the learning rate and the global batch size."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()

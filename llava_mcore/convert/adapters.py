@@ -85,7 +85,7 @@ class CheckpointAdapters:
             tensors_by_name[PREFIX + name + LORA_B] = matrices.B * factors[name]
             if matrices.magnitude is not None:
                 tensors_by_name[PREFIX + name + MAGNITUDE] = matrices.magnitude
-        for parameter, tensors in self._own(plan).items():
+        for parameter, tensors in self._own_tensors(plan).items():
             names = self.layers.entries[parameter].hf_names
             tensors_by_name |= {_peft_name(name, plan): x for name, x in zip(names, tensors, strict=True)}
         return {name: x.detach().to(self.dtype).contiguous() for name, x in tensors_by_name.items()}
@@ -102,12 +102,12 @@ class CheckpointAdapters:
                 adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.lora_ranks]
                 if adapters:
                     yield name, merged(weights.get(name), adapters)
-        own_tensors = {name: tensors for plan in self.plans for name, tensors in self._own(plan).items()}
+        own_tensors = {name: tensors for plan in self.plans for name, tensors in self._own_tensors(plan).items()}
         for parameter, tensors in own_tensors.items():
             names = table.entries[parameter].hf_names
             yield from ((name, x.to(weights.where(name).dtype)) for name, x in zip(names, tensors, strict=True))
 
-    def _own(self, plan: LoraSettings) -> dict[str, tuple[Tensor, ...]]:
+    def _own_tensors(self, plan: LoraSettings) -> dict[str, tuple[Tensor, ...]]:
         """Return what an adapter has of the model itself: Megatron's name, and the Hugging Face tensors."""
         own_names = own_parameters([plan], self.layers)
         return {

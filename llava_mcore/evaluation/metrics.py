@@ -121,10 +121,10 @@ def bleu(answered: Sequence[Answered], tokenizer: TokenizerName) -> float:
         ConfigError: a package of the extra `eval` is not installed.
     """
     metric = bleu_metric(tokenizer)
-    most = max(len(sample.references) for sample in answered)
+    num_references = max(len(sample.references) for sample in answered)
     # One list per position in the samples' references. Repeating a sample's last one does not change its counts.
     streams = [[sample.references[min(index, len(sample.references) - 1)] for sample in answered]
-               for index in range(most)]  # fmt: skip
+               for index in range(num_references)]  # fmt: skip
     score = metric.corpus_score([sample.answer for sample in answered], streams)
     return float(score.score)
 

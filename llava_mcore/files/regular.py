@@ -75,11 +75,11 @@ def kind_of(mode: int) -> str:
     return next((name for is_kind, name in kinds.items() if is_kind(mode)), "something else")
 
 
-def read_regular(path: Path, most: int, kind: type[LlavaMcoreError] = CheckpointError) -> bytes:
+def read_regular(path: Path, most_bytes: int, kind: type[LlavaMcoreError] = CheckpointError) -> bytes:
     """Return a file's bytes.
 
     Args:
-        most: maximum size in bytes.
+        most_bytes: maximum size in bytes.
         kind: the error to raise.
 
     Raises:
@@ -87,8 +87,8 @@ def read_regular(path: Path, most: int, kind: type[LlavaMcoreError] = Checkpoint
     """
     try:
         size = require_regular(path, kind).st_size
-        if size > most:
-            raise kind(f"{path}: {size:,} bytes; the limit is {most:,}")
+        if size > most_bytes:
+            raise kind(f"{path}: {size:,} bytes; the limit is {most_bytes:,}")
         return path.read_bytes()
     except OSError as error:
         raise kind(f"{path} cannot be read: {error.strerror}") from error

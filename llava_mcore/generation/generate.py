@@ -37,13 +37,13 @@ class Answer:
 
 @dataclass
 class _PromptRow:
-    """A prompt that is being answered. `length`, `position`: of the next token to read. `most`: tokens of the answer.
+    """A prompt that is being answered. `length`, `position`: of the next token to read. `most_tokens`: of the answer.
     `ids`: int64 [1, s]."""
 
     index: int
     length: int
     position: int
-    most: int
+    most_tokens: int
     ids: Tensor
     processors: LogitsProcessorList
     draws: torch.Generator | None
@@ -105,9 +105,9 @@ class _AnswerLoop:
             batch, length, position = prompt
             ids = batch.input_ids[:, :length]
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
-            most = self.settings.longest_answer(length)
+            most_tokens = self.settings.longest_answer(length)
             row = _PromptRow(
-                self.num_read, length, position, most, ids, self.settings.processors(length, ids.device), draws
+                self.num_read, length, position, most_tokens, ids, self.settings.processors(length, ids.device), draws
             )
             self.num_read += 1
             logits = self.model.read_prompt(batch, length, index)
@@ -149,7 +149,7 @@ class _AnswerLoop:
             row.tokens.append(token)
             if row.processors:
                 row.ids = torch.cat([row.ids, row.ids.new_tensor([[token]])], dim=1)
-            if token in self.settings.end_ids or len(row.tokens) == row.most:
+            if token in self.settings.end_ids or len(row.tokens) == row.most_tokens:
                 self.rows[index] = None
                 yield Answer(row.index, row.tokens)
 

@@ -107,16 +107,16 @@ class Settings:
         Raises:
             DataError: the prompt leaves no position for an answer.
         """
-        most = self.most_positions
-        if most is None:
+        limit = self.most_positions
+        if limit is None:
             return self.max_new_tokens
-        if prompt_length >= most:
+        if prompt_length >= limit:
             raise DataError(
                 f"the question has {prompt_length} tokens with its pictures and earlier turns, and the model has "
-                f"{most} positions for question and answer (max_position_embeddings, or the sliding window of a model "
+                f"{limit} positions for question and answer (max_position_embeddings, or the sliding window of a model "
                 "for which it is not supported yet): shorten the question"
             )
-        return min(self.max_new_tokens, most - prompt_length)
+        return min(self.max_new_tokens, limit - prompt_length)
 
     def processors(self, prompt_length: int, device: torch.device) -> LogitsProcessorList:
         """Return what changes the logits before a token is chosen, in transformers' order.

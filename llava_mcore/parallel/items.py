@@ -99,15 +99,15 @@ class _GatherItems(torch.autograd.Function):
         parts: Sequence[Sequence[int]],
         group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.num_rows, ctx.mine = num_rows, parts[group.rank()]
-        most = max(sum(num_rows[i] for i in part) for part in parts)
-        padded = local.new_zeros(most, *local.shape[1:])
+        ctx.num_rows, ctx.local_items = num_rows, parts[group.rank()]
+        most_rows = max(sum(num_rows[i] for i in part) for part in parts)
+        padded = local.new_zeros(most_rows, *local.shape[1:])
         padded[: len(local)] = local
-        everyone = local.new_empty(len(parts) * most, *local.shape[1:])
+        everyone = local.new_empty(len(parts) * most_rows, *local.shape[1:])
         dist.all_gather_into_tensor(everyone, padded, group=group)
         places: dict[int, int] = {}  # where each item begins in what was gathered
         for rank, part in enumerate(parts):
-            starts = accumulate((num_rows[i] for i in part), initial=rank * most)
+            starts = accumulate((num_rows[i] for i in part), initial=rank * most_rows)
             places |= dict(zip(part, starts, strict=False))
         return torch.cat([everyone[places[i] : places[i] + count] for i, count in enumerate(num_rows)])
 
@@ -115,5 +115,5 @@ class _GatherItems(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         of_items = gradient.split(list(ctx.num_rows))
-        local = [of_items[i] for i in ctx.mine]
+        local = [of_items[i] for i in ctx.local_items]
         return (torch.cat(local) if local else gradient[:0]), None, None, None

@@ -78,7 +78,7 @@ class _BatchHeader:
 
     @classmethod
     def read(cls, row: Sequence[int], fields: Fields) -> _BatchHeader:
-        """The inverse of `numbers`."""
+        """The inverse of `counts`."""
         b, s, num_axes, num_bounds, max_seqlen, num_trained, max_media_seqlen = row[:_NUM_OWN]
         rest = row[_NUM_OWN:]
         media = {}

@@ -80,19 +80,21 @@ def _error(message: str, status: int) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
 
 
-async def _read(request: Request, most: int) -> bytes:
-    """Return a request's body. RequestError if it is larger than `most` bytes."""
+async def _read(request: Request, most_bytes: int) -> bytes:
+    """Return a request's body. RequestError if it is larger than `most_bytes` bytes."""
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > DISCARDED * most:
+        if size > DISCARDED * most_bytes:
             break
-        if size > most:
+        if size > most_bytes:
             body.clear()
         else:
             body += chunk
-    if size > most:
-        raise RequestError(f"the request is larger than {most} bytes (--max-request-bytes); send smaller pictures", 413)
+    if size > most_bytes:
+        raise RequestError(
+            f"the request is larger than {most_bytes} bytes (--max-request-bytes); send smaller pictures", 413
+        )
     return bytes(body)
 
 

@@ -78,7 +78,7 @@ def check_chat(body: Any, model: ServedModel) -> dict[str, Any]:
         raise RequestError(f'the model {options["model"]!r} is not served here; this server has "{model.name}"', 404)
     errors = [f'"{name}" is not allowed' for name in REFUSED if name in options]
     errors += _unsupported(options)
-    errors += _numbers(options, model)
+    errors += _number_problems(options, model)
     errors += _stops(options.get("stop"))
     errors += _messages(options.get("messages"), model)
     if errors:
@@ -134,7 +134,7 @@ def _unsupported(options: dict[str, Any]) -> list[str]:
     ]
 
 
-def _numbers(options: dict[str, Any], model: ServedModel) -> list[str]:
+def _number_problems(options: dict[str, Any], model: ServedModel) -> list[str]:
     ranges: dict[str, tuple[type | tuple[type, ...], float, float]] = {
         "max_tokens": (int, 1, model.most_tokens),
         "max_completion_tokens": (int, 1, model.most_tokens),
@@ -143,14 +143,14 @@ def _numbers(options: dict[str, Any], model: ServedModel) -> list[str]:
         "seed": (int, -(2**63), 2**63 - 1),
     }
     return [
-        f'"{name}" must be {"an integer" if kinds is int else "a number"} from {least} to {most}, '
+        f'"{name}" must be {"an integer" if kinds is int else "a number"} from {least} to {largest}, '
         f"found {options[name]!r:.60}"
-        for name, (kinds, least, most) in ranges.items()
+        for name, (kinds, least, largest) in ranges.items()
         if name in options
         and (
             not isinstance(options[name], kinds)
             or isinstance(options[name], bool)
-            or not least <= options[name] <= most  # NaN neither
+            or not least <= options[name] <= largest  # NaN neither
         )
     ]
 

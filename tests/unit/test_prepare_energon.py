@@ -133,7 +133,7 @@ def test_token_counts_are_those_of_training(hf: Path, assets: Assets, tmp_path: 
         tokens = encoded(assets.chat, turns, num_images=len(sample["pictures"]), num_tokens=num_tokens)
         assert sample["num_tokens"] == len(tokens.input_ids) > num_tokens * len(sample["pictures"])
         total += len(tokens.input_ids)
-    assert (result.counts.tokens.total, result.counts.tokens.number) == (total, len(samples))
+    assert (result.counts.tokens.total, result.counts.tokens.count) == (total, len(samples))
 
 
 def test_a_wrong_tokenizer_folder_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Finding:
     """The result for one sample."""
 
     dataset: int
-    number: int
+    index: int
     shard: str
     key: str
     status: Status = "used"
@@ -109,10 +109,10 @@ class Examiner:
         """Return the first conversation of a sample that was examined before and can be used."""
         data = self.datasets[finding.dataset]
         with data.reading():
-            return self._encoder.preencode_sample(data.cook(data.read(finding.number))).conversations[0]
+            return self._encoder.preencode_sample(data.cook(data.read(finding.index))).conversations[0]
 
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
-        raw = data.read(blank.number)
+        raw = data.read(blank.index)
         self._key = raw["__key__"] if isinstance(raw, dict) else raw.__key__
         try:
             chat = chat_from_standard(data.cook(raw))

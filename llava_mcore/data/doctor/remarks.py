@@ -99,6 +99,6 @@ def _sqlite(leaf: Path, shards: dict[str, int]) -> list[str]:
     return [f"{file} does not belong to these shards: {_some(wrong)}; prepare the dataset again"] if wrong else []
 
 
-def _some(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _some(names: list[str], max_names: int = 3) -> str:
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more

@@ -84,10 +84,10 @@ def _print_lengths(report: DataReport, console: Console) -> None:
     quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles().items())
     _line(console, f"\ntokens per sample, media included: {quantiles}")
     ranges = bins(tally.lengths, NUM_BINS)
-    most = max(count for _, _, count in ranges)
+    largest = max(count for _, _, count in ranges)
     width = len(str(ranges[-1][1]))
     for first, last, count in ranges:
-        bar = "█" * -(-count * BAR // most) + " " if count else ""
+        bar = "█" * -(-count * BAR // largest) + " " if count else ""
         _line(console, f"  {first:>{width}} to {last:>{width}} {bar}{count}")
     if any(tally.patches):
         quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles_of_patches().items())

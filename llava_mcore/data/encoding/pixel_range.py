@@ -15,10 +15,11 @@ from llava_mcore.errors import CheckpointError
 from llava_mcore.files.json_files import read_object
 from llava_mcore.models.architectures.registry import architecture_of
 
-NESTED, OWN = "processor_config.json", "preprocessor_config.json"
+NESTED, PICTURE_SETTINGS = "processor_config.json", "preprocessor_config.json"
 """Files with the image processor's settings: under "image_processor", and at the top level."""
 OF_VIDEOS, VIDEO_SECTION = "video_preprocessor_config.json", "video_processor"
-"""The video processor's file, and its section of `NESTED`. Without them, transformers reads `OWN` for videos too."""
+"""The video processor's file, and its section of `NESTED`. Without them, transformers reads `PICTURE_SETTINGS` for
+videos too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Ranged:
         return " and ".join(f"{flag} {value}" for flag, value in values if value is not None)
 
 
-PICTURES = Ranged("pictures", ("--min-pixels", "--max-pixels"), "image processor", "image_processor", OWN)
+PICTURES = Ranged("pictures", ("--min-pixels", "--max-pixels"), "image processor", "image_processor", PICTURE_SETTINGS)
 FRAMES = Ranged("frames", ("--video-min-pixels", "--video-max-pixels"), "video processor", VIDEO_SECTION, OF_VIDEOS)
 
 
@@ -99,8 +100,10 @@ def pixel_range_of(processor: BaseImageProcessor | BaseVideoProcessor | None, co
 def write_pixel_range(folder: Path, pixels: PixelRange, of: Ranged = PICTURES) -> None:
     """Write a range to a processor's settings in a Hugging Face folder, as the range of the exported model."""
     nested = read_object(folder / NESTED, CheckpointError) if (folder / NESTED).is_file() else {}
-    if (folder / OWN).is_file() and not (folder / OF_VIDEOS).is_file() and VIDEO_SECTION not in nested:
-        shutil.copy(folder / OWN, folder / OF_VIDEOS)  # pictures and videos had the same limits, and no longer do
+    if (folder / PICTURE_SETTINGS).is_file() and not (folder / OF_VIDEOS).is_file() and VIDEO_SECTION not in nested:
+        shutil.copy(
+            folder / PICTURE_SETTINGS, folder / OF_VIDEOS
+        )  # pictures and videos had the same limits, and no longer do
     for name in (NESTED, of.file):
         path = folder / name
         content = read_object(path, CheckpointError) if path.is_file() else {}

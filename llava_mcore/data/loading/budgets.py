@@ -61,8 +61,8 @@ def media_budgets(assets: Assets) -> tuple[MediaBudget, MediaBudget | None]:
         return plan.smallest, plan.largest
     # Sides are rounded to whole tokens so that the area stays within the range, unless a picture is very long.
     area = _pixels_of_token(plan)
-    fewest, most = max(1, -(-pixels.smallest // area)), max(1, pixels.largest // area)
-    return MediaBudget(fewest, fewest * plan.merged), MediaBudget(most, most * plan.merged)
+    fewest, most_tokens = max(1, -(-pixels.smallest // area)), max(1, pixels.largest // area)
+    return MediaBudget(fewest, fewest * plan.merged), MediaBudget(most_tokens, most_tokens * plan.merged)
 
 
 def _advice(data: DataConfig, assets: Assets) -> str:

@@ -230,10 +230,10 @@ class TrainLoader:
 
 def _most_tiles(data: DataConfig, assets: Assets) -> int:
     """Return the approximate maximum number of tiles of a sample or pack."""
-    most = data.seq_length // assets.plan.tokens_per_tile
+    limit = data.seq_length // assets.plan.tokens_per_tile
     if data.max_media_tokens is not None:
-        most = min(most, data.max_media_tokens // assets.plan.patches_per_tile)
-    return most
+        limit = min(limit, data.max_media_tokens // assets.plan.patches_per_tile)
+    return limit
 
 
 def _serve(

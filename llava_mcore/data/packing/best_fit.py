@@ -14,16 +14,16 @@ class PatchBudget:
     """A second budget of a pack: the patches of each sample, and the maximum for a pack."""
 
     patches: Sequence[int]
-    most: int
+    capacity: int
 
     def levels(self) -> list[int]:
         """Return each sample's number of steps, of LEVELS for a pack, rounded up."""
-        return [levels_of(count, self.most) for count in self.patches]
+        return [levels_of(count, self.capacity) for count in self.patches]
 
 
-def levels_of(patches: int, most: int) -> int:
-    """Return a sample's number of steps, of LEVELS for a pack of at most `most` patches, rounded up."""
-    return -(-patches * LEVELS // most)
+def levels_of(patches: int, capacity: int) -> int:
+    """Return a sample's number of steps, of LEVELS for a pack of at most `capacity` patches, rounded up."""
+    return -(-patches * LEVELS // capacity)
 
 
 def fullest_pack(lengths: Sequence[int], capacity: int, media: PatchBudget | None = None) -> list[int]:
@@ -46,7 +46,7 @@ def fullest_pack(lengths: Sequence[int], capacity: int, media: PatchBudget | Non
     if media is not None and any(media.patches):
         levels = media.levels()
         if levels[0] > LEVELS:
-            raise ValueError(f"a sample of {media.patches[0]} patches does not fit into a pack of {media.most}")
+            raise ValueError(f"a sample of {media.patches[0]} patches does not fit into a pack of {media.capacity}")
         room = (capacity - lengths[0], LEVELS - levels[0])
         chosen = _closest_subset_of_both([(lengths[i], levels[i]) for i in others], *room)
     else:
@@ -134,7 +134,7 @@ def online_fill(lengths: Sequence[int], capacity: int, buffer_size: int, media: 
     following = iter(range(buffer_size, len(lengths)))
     num_tokens = num_packs = 0
     while len(waiting) == min(buffer_size, len(lengths)):
-        budget = None if media is None else PatchBudget([media.patches[i] for i in waiting], media.most)
+        budget = None if media is None else PatchBudget([media.patches[i] for i in waiting], media.capacity)
         pack = fullest_pack([lengths[i] for i in waiting], capacity, budget)
         num_tokens, num_packs = num_tokens + sum(lengths[waiting[k]] for k in pack), num_packs + 1
         for position in reversed(pack):

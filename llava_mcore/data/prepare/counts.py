@@ -26,25 +26,25 @@ class Histogram:
     """Counts by bins, with exact number, sum and maximum."""
 
     bins: Counter[int] = field(default_factory=Counter)
-    number: int = 0
+    count: int = 0
     total: int = 0
     largest: int = 0
 
     def add(self, value: int) -> None:
         """Count a number >= 1."""
         self.bins[bin_of(value)] += 1
-        self.number, self.total, self.largest = self.number + 1, self.total + value, max(self.largest, value)
+        self.count, self.total, self.largest = self.count + 1, self.total + value, max(self.largest, value)
 
     def merge(self, other: Histogram) -> None:
         """Add another one's counts."""
         self.bins.update(other.bins)
-        self.number, self.total = self.number + other.number, self.total + other.total
+        self.count, self.total = self.count + other.count, self.total + other.total
         self.largest = max(self.largest, other.largest)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain containers."""
         bins = sorted(self.bins.items())
-        return {"bins": bins, "number": self.number, "total": self.total, "largest": self.largest}
+        return {"bins": bins, "number": self.count, "total": self.total, "largest": self.largest}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

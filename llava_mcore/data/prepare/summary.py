@@ -58,7 +58,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
             )
     for result in results:
         for histogram, name in ((result.counts.tokens, "tokens"), (result.counts.sides, "sides")):
-            if histogram.number:
+            if histogram.count:
                 console.print(_bars(histogram, f"{result.folder.name}: {FIGURES[name][1]}"))
 
 
@@ -103,7 +103,7 @@ def _totals(results: Sequence[Result]) -> Table:
     if any(c.entries != c.conversations for c in counts):
         table.add_row("packs", *(f"{c.entries:,}" for c in counts))
     table.add_row("skipped", *(f"{c.skipped:,} ({c.skip_rate:.2%})" for c in counts))
-    table.add_row("tokens", *(f"{c.tokens.total:,}" if c.tokens.number else "not counted" for c in counts))
+    table.add_row("tokens", *(f"{c.tokens.total:,}" if c.tokens.count else "not counted" for c in counts))
     if any(c.pictures for c in counts) or not any(c.sounds for c in counts):
         table.add_row("pictures", *(f"{c.pictures:,}" for c in counts))
     if any(c.videos for c in counts):
@@ -123,13 +123,13 @@ def _bars(histogram: Histogram, title: str) -> Table:
     lines: dict[int, int] = {}
     for index, count in histogram.bins.items():
         lines[index // step] = lines.get(index // step, 0) + count
-    most = max(lines.values())
-    mean = histogram.total / histogram.number
+    largest = max(lines.values())
+    mean = histogram.total / histogram.count
     caption = f"mean {mean:,.0f}, largest {histogram.largest:,}"
     table = Table("from", "number", "", box=box.SIMPLE, title=title, caption=caption, show_edge=False)
     for line in range(min(lines), max(lines) + 1):
         count = lines.get(line, 0)
-        table.add_row(f"{_edge(line * step):,}", f"{count:,}", "█" * round(BAR_WIDTH * count / most))
+        table.add_row(f"{_edge(line * step):,}", f"{count:,}", "█" * round(BAR_WIDTH * count / largest))
     return table
 
 
@@ -151,7 +151,7 @@ def draw(result: Result) -> list[Path]:
     histograms = {"tokens": result.counts.tokens, "sides": result.counts.sides}
     written = []
     for name, (file, label) in FIGURES.items():
-        if histograms[name].number:
+        if histograms[name].count:
             _draw(histograms[name], label, result.folder / file)
             written.append(result.folder / file)
     return written
@@ -172,9 +172,9 @@ def _draw(histogram: Histogram, label: str, path: Path) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel(label)
     axes.set_ylabel("number")
-    mean = histogram.total / histogram.number
+    mean = histogram.total / histogram.count
     axes.axvline(mean, color="black", linewidth=1, linestyle="--")
-    axes.set_title(f"{histogram.number:,} in all, mean {mean:,.0f}, largest {histogram.largest:,}", fontsize=10)
+    axes.set_title(f"{histogram.count:,} in all, mean {mean:,.0f}, largest {histogram.largest:,}", fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

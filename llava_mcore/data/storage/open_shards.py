@@ -82,7 +82,7 @@ class OpenShards:
 
     def __init__(self) -> None:
         self._shards: OrderedDict[EPath, OpenShard] = OrderedDict()
-        self._most: int | None = None
+        self._limit: int | None = None
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -90,9 +90,9 @@ class OpenShards:
     def get(self, path: EPath) -> OpenShard:
         """Return a shard, and open it if necessary. DataError if the process cannot open more files."""
         if path not in self._shards:
-            if self._most is None:
-                self._most = max(FEWEST, allowed_files() // PART_FOR_SHARDS)
-            self._close_all_but(self._most - 1)
+            if self._limit is None:
+                self._limit = max(FEWEST, allowed_files() // PART_FOR_SHARDS)
+            self._close_all_but(self._limit - 1)
             self._shards[path] = self._open(path)
         self._shards.move_to_end(path)
         return self._shards[path]
@@ -113,8 +113,8 @@ class OpenShards:
             if error.errno not in TOO_MANY:
                 raise
         # Others use the rest of the limit: use fewer from now on.
-        self._most = max(FEWEST, len(self) // 2)
-        self._close_all_but(self._most - 1)
+        self._limit = max(FEWEST, len(self) // 2)
+        self._close_all_but(self._limit - 1)
         try:
             return OpenShard(path)
         except OSError as error:

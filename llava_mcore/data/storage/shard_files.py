@@ -18,7 +18,7 @@ from llava_mcore.files.regular import RefusedFileError, kind_of, read_regular_fi
 OFFSET = struct.Struct("<Q")
 BLOCK = tarfile.BLOCKSIZE
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
-SHOWN = 20
+MOST_PROBLEMS = 20
 MOST_INDEX = 1 << 32
 """Format of an index: 8 bytes per sample or line."""
 META_ERRORS = (
@@ -51,8 +51,8 @@ def check_shards(leaf: Path, *, split_part: str = "train", split_config: str = "
         return [f"{leaf / '.nv-meta'} is not valid, prepare the dataset again: {_said(error)}"]
     checks = (_check_shard(leaf / shard.name, shard.count) for shard in meta.shards)
     errors = [problem for problem in checks if problem is not None]
-    more = len(errors) - SHOWN
-    return errors if more <= 0 else [*errors[:SHOWN], f"{leaf}: {more} more shards with such problems"]
+    more = len(errors) - MOST_PROBLEMS
+    return errors if more <= 0 else [*errors[:MOST_PROBLEMS], f"{leaf}: {more} more shards with such problems"]
 
 
 def _said(error: Exception) -> str:

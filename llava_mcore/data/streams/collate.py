@@ -105,8 +105,8 @@ def _pack(
     return batch
 
 
-def _rounded(length: int, multiple: int, most: int) -> int:
-    return min(-(-length // multiple) * multiple, most)
+def _rounded(length: int, multiple: int, limit: int) -> int:
+    return min(-(-length // multiple) * multiple, limit)
 
 
 def _batch(

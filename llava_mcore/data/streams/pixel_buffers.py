@@ -41,7 +41,7 @@ class PixelBuffers:
                 written; there is one more buffer for safety.
         """
         self.num_ahead = num_ahead
-        self._index = next(_NUMBERS)
+        self._index = next(_INDICES)
         _OPEN[self._index] = self
         num_buffers = num_ahead + 2
         memory = mmap.mmap(-1, num_buffers * max(1, num_bytes))
@@ -74,7 +74,7 @@ class PixelBuffers:
         return self._buffers[buffered.buffer, :size].view(buffered.dtype).view(buffered.shape)
 
 
-_NUMBERS = itertools.count()
+_INDICES = itertools.count()
 _OPEN: WeakValueDictionary[int, PixelBuffers] = WeakValueDictionary()
 """All of this process: torch's thread that pins memory receives deliveries, and nothing else."""
 

@@ -55,10 +55,10 @@ def default_num_streams(num_samples: int, dp_size: int) -> int:
 
     Few samples are divided into fewer streams. Other numbers of ranks get a multiple of both if there is enough data.
     """
-    most = max(1, num_samples // LEAST_SAMPLES)
-    usual = next(count for count in NUMBERS_OF_STREAMS if count <= most)
+    limit = max(1, num_samples // LEAST_SAMPLES)
+    usual = next(count for count in NUMBERS_OF_STREAMS if count <= limit)
     multiple = math.lcm(usual, dp_size)
-    return multiple if multiple <= most else usual
+    return multiple if multiple <= limit else usual
 
 
 def streams_of_rank(num_streams: int, dp_rank: int, dp_size: int) -> list[int]:

@@ -86,10 +86,10 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         tokens = TokenSample.derive_from(
             chat, conversations=conversations, num_tokens=sum(map(len, conversations)), num_patches=num_patches
         )
-        most = self.data.max_media_tokens
-        if most is not None and num_patches > most:  # each conversation has fewer
+        limit = self.data.max_media_tokens
+        if limit is not None and num_patches > limit:  # each conversation has fewer
             raise TooLongError(
-                f"a pack with {num_patches} {self.assets.plan.unit} was written, but data.max_media_tokens is {most}; "
+                f"a pack with {num_patches} {self.assets.plan.unit} was written, but data.max_media_tokens is {limit}; "
                 "raise that, or prepare the data without --pack-to"
             )
         if tokens.num_tokens > self.data.seq_length:

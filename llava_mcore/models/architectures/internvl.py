@@ -107,7 +107,7 @@ class _Tiles(MediaPlan):
                 "and a size of height and width, as GotOcr2ImageProcessor has"
             )
         self._tile: Size = (images.size.height, images.size.width)
-        self._fewest, self._most = int(images.min_patches), int(images.max_patches)
+        self._fewest, self._most_tiles = int(images.min_patches), int(images.max_patches)
 
     def pixels(
         self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
@@ -128,7 +128,7 @@ class _Tiles(MediaPlan):
     @property
     def largest(self) -> MediaBudget:
         """The most tiles."""
-        return self._budget(self._most)
+        return self._budget(self._most_tiles)
 
     def _budget(self, num_tiles: int) -> MediaBudget:
         """Several tiles have a thumbnail."""
@@ -137,7 +137,7 @@ class _Tiles(MediaPlan):
 
     def _num_tiles(self, size: Size) -> int:
         """Return the number of tiles of a picture, including a thumbnail if there are several."""
-        columns, rows = get_optimal_tiled_canvas(size, self._tile, self._fewest, self._most)
+        columns, rows = get_optimal_tiled_canvas(size, self._tile, self._fewest, self._most_tiles)
         return columns * rows + int(columns * rows > 1)
 
     def _tokens(self, num_tiles: int) -> MediaTokens:

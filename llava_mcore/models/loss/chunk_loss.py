@@ -65,7 +65,7 @@ def _has_kernels(logits: Tensor) -> bool:
 
 def log_sum_and_target(logits: Tensor, local: Tensor, num_true: int) -> tuple[Tensor, Tensor]:
     """Compute the same as the kernel of this name, by torch's operations."""
-    index, is_mine = _own(local, logits.shape[1])
+    index, is_mine = _local_index(local, logits.shape[1])
     return logits[:, :num_true].logsumexp(dim=-1), logits.gather(1, index).where(is_mine, 0.0).squeeze(1)
 
 
@@ -75,14 +75,14 @@ def torch_gradients(
     """Compute the same as `logit_gradients.into_gradients`, by torch's operations; for any type."""
     logits[:, num_true:] = -torch.inf
     logits -= log_sum.unsqueeze(1)
-    index, is_mine = _own(local, logits.shape[1])
+    index, is_mine = _local_index(local, logits.shape[1])
     at_index = at_target.unsqueeze(1).where(is_mine, logits.gather(1, index).exp())
     out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
     torch.exp(logits, out=out)
     return out.scatter_(1, index, at_index.to(dtype))
 
 
-def _own(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def _local_index(local: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return a row of this rank, [c, 1], and whether it is the label's; else it is an arbitrary one."""
     is_mine = (local >= 0) & (local < num_rows)
     return local.clamp(0, num_rows - 1).unsqueeze(1), is_mine.unsqueeze(1)

@@ -129,7 +129,7 @@ def linear_cross_entropy(
         weight,
         labels.transpose(0, 1).reshape(s * b),
         flat_weights,
-        _kept(flat_weights, num_trained),
+        _trained_rows(flat_weights, num_trained),
         VocabShard(weight.shape[0], vocab_size, tp_group),
         chunk_tokens,
         torch.is_grad_enabled(),
@@ -138,7 +138,7 @@ def linear_cross_entropy(
     return total, losses.view(s, b).transpose(0, 1)
 
 
-def _kept(token_weights: Tensor, num_trained: int | None) -> Tensor | None:
+def _trained_rows(token_weights: Tensor, num_trained: int | None) -> Tensor | None:
     """Return the indices in [t] of the tokens with a weight and of some without; None for all. No host sync."""
     num_tokens = token_weights.shape[0]
     if num_trained is None:

@@ -262,9 +262,9 @@ def windows_of(patches: Sequence[int], windows: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise([0, *indices])]
 
 
-def packed_bounds(lengths: Tensor, most: int) -> dict[str, Any]:
-    """Return the arguments of PackedSeqParams for sequences of these lengths, int32. `most`: none is longer."""
-    return packed_arguments(F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), most)
+def packed_bounds(lengths: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """Return the arguments of PackedSeqParams for sequences of these lengths, int32. `max_seqlen`: none is longer."""
+    return packed_arguments(F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), max_seqlen)
 
 
 def packed_arguments(bounds: Tensor, longest: int) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Answerer:
         multiple = pad_multiple(trainer.run)
         asked = None
         if self.data is not None:
-            asked = PromptQueue(self._mine(self.data), self.data.assets, self._settings, multiple=multiple)
+            asked = PromptQueue(self._own_questions(self.data), self.data.assets, self._settings, multiple=multiple)
         with without_side_effects(trainer):
             answers = generate(
                 trainer.models,
@@ -133,7 +133,7 @@ class Answerer:
                     asked.answered(answer.index, answer.tokens)
         return asked
 
-    def _mine(self, data: AnswerData) -> Iterator[Question | Skip]:
+    def _own_questions(self, data: AnswerData) -> Iterator[Question | Skip]:
         groups = self.trainer.groups
         return data.questions.read(data.questions.indices[groups.dp_rank :: groups.dp_size])
 
@@ -143,10 +143,8 @@ class Answerer:
         by_position = {record.position: record for record in records if record.answer is not None}
         positions = list(by_position)[: self.config.eval_generate_examples]
         indices = list(dict.fromkeys(position[0] for position in positions))
-        by_position_read = {x.position: x for x in self.data.questions.read(indices) if isinstance(x, Question)}
-        media = {
-            position: by_position_read[position].conversation for position in positions if position in by_position_read
-        }
+        asked = {x.position: x for x in self.data.questions.read(indices) if isinstance(x, Question)}
+        media = {position: asked[position].conversation for position in positions if position in asked}
         first = {position: [*x.images, *x.frames][:1] for position, x in media.items()}
         return [
             Example(by_position[position], pictures[0] if pictures else None) for position, pictures in first.items()

@@ -10,7 +10,7 @@ from typing import Any
 from llava_mcore.evaluation.metrics import Answered, score
 from llava_mcore.generation.records import Record
 
-SHOWN = ("exact_match", "rougeL", "bleu")
+CONSOLE_METRICS = ("exact_match", "rougeL", "bleu")
 """Metrics of the console line."""
 
 
@@ -36,7 +36,7 @@ class AnswersResult:
 
     def line(self) -> str:
         """Return the console line."""
-        metrics = [f"{name} {value:.3f}" for name in SHOWN if (value := self.metrics.get(name)) is not None]
+        metrics = [f"{name} {value:.3f}" for name in CONSOLE_METRICS if (value := self.metrics.get(name)) is not None]
         skipped = f" | questions that could not be asked: {self.num_skipped}" if self.num_skipped else ""
         return (
             f"answers after step {self.iteration} | {' | '.join([*metrics, f'{self.num_answers} answers'])} | "

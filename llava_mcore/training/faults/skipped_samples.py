@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_SAMPLES = 1000
 """The rate is computed over at least this many samples, so that one broken sample at the start does not end a run."""
-SHOWN = 10
+MOST_NAMES = 10
 
 
 @dataclass
@@ -24,7 +24,7 @@ class SkipBudget:
     without duplicates from later epochs."""
 
     max_rate: float
-    last: deque[str] = field(default_factory=lambda: deque(maxlen=SHOWN))
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_NAMES))
 
     def report(self, batches: Sequence[LoadedBatch]) -> None:
         """Warn about every sample that this rank has skipped."""

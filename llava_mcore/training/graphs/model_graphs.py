@@ -88,10 +88,10 @@ def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfi
     parameters = [*tower.decoder.parameters(), *factors_of(tower.decoder).parameters()]
     if not any(p.requires_grad for p in parameters):
         raise ConfigError(f"{flag} captures a trained tower: train it, adapt it, or omit the flag")
-    most = most_patches(tower, run.data)
-    if most is None:
+    limit = most_patches(tower, run.data)
+    if limit is None:
         raise ConfigError(f"{flag} needs a largest number of patches: set data.max_media_tokens, or omit the flag")
-    tower.sizes = sizes_up_to(run.training.micro_batch_size * most)
+    tower.sizes = sizes_up_to(run.training.micro_batch_size * limit)
     return LayerGraphs(tower_segments(tower), tower.config, chunk, PatchPacks(tower))
 
 
@@ -111,13 +111,13 @@ def decoder_segments(model: LanguageModel, num_deepstack: int = 0) -> Iterator[l
             yield layers[start : start + group_size]
 
 
-def sizes_up_to(most: int) -> tuple[int, ...]:
+def sizes_up_to(limit: int) -> tuple[int, ...]:
     """Return the sizes that packs of patches are filled up to: sixteenths of the largest, below its half quarters.
 
     On average a thirty-second of the largest is blank in packs that are more than half full, if the largest is 16 or
     more times `SIZE_MULTIPLE`.
     """
-    sizes = {-(-most * i // (16 * SIZE_MULTIPLE)) * SIZE_MULTIPLE for i in (4, *range(8, 17))}
+    sizes = {-(-limit * i // (16 * SIZE_MULTIPLE)) * SIZE_MULTIPLE for i in (4, *range(8, 17))}
     return tuple(sorted(sizes))
 
 

@@ -144,9 +144,9 @@ def _num_updates(optimizer: MegatronOptimizer, groups: Groups) -> int:
     if not counts:
         own_groups = [group for one in inner for group in one.param_groups if group["params"]]
         counts = [group["step"] for group in own_groups if "step" in group]
-    most = torch.tensor(max(map(int, counts), default=-1))
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.control)
-    return int(most)
+    latest = torch.tensor(max(map(int, counts), default=-1))
+    dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=groups.control)
+    return int(latest)
 
 
 def _count_in_empty_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], num_updates: int) -> None:

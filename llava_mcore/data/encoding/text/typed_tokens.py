@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from llava_mcore.data.encoding.marks import TYPES, escape
 from llava_mcore.errors import DataError
 
-OWN, TYPED = 0xF0000, 0x100000
+TEMPLATE, TYPED = 0xF0000, 0x100000
 """First of the private characters for the template's own tokens, and for typed ones."""
 PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 
@@ -41,7 +41,7 @@ class TypedTokens:
         self._typed = _alternatives(typed)
         self._normalizer = _normalizer(tokenizer, typed)
         indices = {token: index for index, token in enumerate(self._tokens)}
-        self._own_name = {token: chr(OWN + n) * len(token) for token, n in indices.items()}
+        self._own_name = {token: chr(TEMPLATE + n) * len(token) for token, n in indices.items()}
         self._typed_name = {token: chr(TYPED + n) * len(token) for token, n in indices.items()}
         swapped = self._own_name | {name: token for token, name in self._typed_name.items()}
         self._swap = _replacer(swapped)

@@ -89,7 +89,7 @@ def resize(data: bytes, sizes: PictureSizes, resizing: Resizing, limits: Limits)
         DataError: the picture cannot be decoded.
     """
     if resizing.factor is None:
-        raise BadSample(Reason.SHAPE, f"a picture has a size of its own ({_shown(sizes)}): {resizing.reason}")
+        raise BadSample(Reason.SHAPE, f"a picture has a size of its own ({_size_text(sizes)}): {resizing.reason}")
     image = decode_image(data, limits.picture_pixels, resizing.to_rgb)
     size, area = (image.height, image.width), resizing.factor**2
     smallest, largest = FEWEST_TOKENS * area, MOST_TOKENS * area
@@ -102,7 +102,7 @@ def resize(data: bytes, sizes: PictureSizes, resizing: Resizing, limits: Limits)
     try:
         height, width = smart_resize(*size, factor=resizing.factor, min_pixels=smallest, max_pixels=largest)
     except ValueError as error:
-        raise BadSample(Reason.SHAPE, f"a picture with {_shown(sizes)}: {error}") from error
+        raise BadSample(Reason.SHAPE, f"a picture with {_size_text(sizes)}: {error}") from error
     if height * width > limits.picture_pixels:
         limit = f"the limit is {limits.picture_pixels} (--max-picture-pixels)"
         raise BadSample(Reason.TOO_LARGE, f"a picture would be resized to {width} x {height} pixels; {limit}")
@@ -132,11 +132,11 @@ class ClipOptions:
                 raise _refused("nframes", self.num_frames, "fps, min_frames and max_frames cannot be given with it")
             return replace(usual, min_frames=self.num_frames, max_frames=self.num_frames)
         fps = self.fps or usual.fps
-        most = self.max_frames or max(usual.max_frames, self.min_frames or 0)
-        least = self.min_frames or min(usual.min_frames, most)
-        if least > most:
-            raise _refused("min_frames", least, f"max_frames is {most}")
-        return replace(usual, fps=fps, min_frames=least, max_frames=most)
+        max_frames = self.max_frames or max(usual.max_frames, self.min_frames or 0)
+        least = self.min_frames or min(usual.min_frames, max_frames)
+        if least > max_frames:
+            raise _refused("min_frames", least, f"max_frames is {max_frames}")
+        return replace(usual, fps=fps, min_frames=least, max_frames=max_frames)
 
     def window(self, times: list[Fraction]) -> slice:
         """Return which frames are between start and end. `times`: ascending seconds. Raises BadSample if none is."""
@@ -144,9 +144,9 @@ class ClipOptions:
         last = math.inf if self.end is None else times[0] + Fraction(self.end)
         indices = [index for index, time in enumerate(times) if first <= time <= last]
         if not indices or (self.num_frames or 1) > len(indices):
-            least, most = self.start or 0, "its end" if self.end is None else self.end
+            least, end = self.start or 0, "its end" if self.end is None else self.end
             expected = "none" if self.num_frames is None else f"{len(indices)} frames instead of {self.num_frames}"
-            raise BadSample(Reason.NO_FRAMES, f"a video has {expected} between second {least} and {most}")
+            raise BadSample(Reason.NO_FRAMES, f"a video has {expected} between second {least} and {end}")
         return slice(indices[0], indices[-1] + 1)
 
 
@@ -198,6 +198,6 @@ def _refused(key: str, value: Any, why: str) -> BadSample:
     return BadSample(Reason.KEY, f"{key} is {value!r:.60}: {why}")
 
 
-def _shown(sizes: PictureSizes) -> str:
+def _size_text(sizes: PictureSizes) -> str:
     values = zip(SIZE_KEYS, (sizes.height, sizes.width, sizes.smallest, sizes.largest), strict=False)
     return ", ".join(f"{key} {value}" for key, value in values if value is not None)

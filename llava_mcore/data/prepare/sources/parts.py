@@ -23,7 +23,7 @@ from llava_mcore.errors import DataError
 TEXT_PARTS = ("json", "txt")
 MEDIA_PARTS = (*IMAGE_PARTS, *AUDIO_PARTS)
 IMAGE_KEYS = ("image", "images")
-SHOWN = 5
+MOST_NAMES = 5
 
 
 def is_used(part: str) -> bool:
@@ -45,8 +45,8 @@ def media_in_order(parts: Iterable[str]) -> list[str]:
 
 def not_read(subject: str, counts: Mapping[str, int]) -> str:
     """Return a note about files that belong to no sample, or parts that nothing reads, by name."""
-    names = [f"{name} ({count:,})" if count > 1 else name for name, count in Counter(counts).most_common(SHOWN)]
-    more = "" if len(counts) <= SHOWN else f" and {len(counts) - SHOWN:,} more names"
+    names = [f"{name} ({count:,})" if count > 1 else name for name, count in Counter(counts).most_common(MOST_NAMES)]
+    more = "" if len(counts) <= MOST_NAMES else f" and {len(counts) - MOST_NAMES:,} more names"
     return f"{sum(counts.values()):,} {subject}: {', '.join(names)}{more}"
 
 

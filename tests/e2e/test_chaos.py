@@ -48,7 +48,7 @@ def interrupt(
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.02)
         act(process)
-        text, _ = process.communicate(timeout=100)
+        text, _ = process.communicate(timeout=300)
     finally:
         kill_tree(process.pid)
     return process.returncode, text

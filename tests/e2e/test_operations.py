@@ -71,7 +71,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert send_to_all(process.pid, signal.SIGTERM) >= 2
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=300)
     finally:
         kill_tree(process.pid)
     return root / "run", process.returncode, text

@@ -17,7 +17,7 @@ from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
 from llava_mcore.generation.records import Record
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
-from llava_mcore.parallel.local_world import run_here, run_world
+from llava_mcore.processes.local_world import run_here, run_world
 
 
 def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | None = None) -> list[Record]:

@@ -31,9 +31,9 @@ from llava_mcore.models.architectures.hf_config import load_hf_config, model_dim
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, gather_to_all, initialize, shut_down
-from llava_mcore.parallel.local_world import enter
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import raise_together
+from llava_mcore.processes.local_world import enter
 
 ANSWERS, PROBLEM = "answers.jsonl", "problem.txt"
 

@@ -15,7 +15,7 @@ import llava_mcore
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.demo import parser
 from llava_mcore.errors import ConfigError
-from llava_mcore.launch.process import INTERRUPTED, run_child
+from llava_mcore.processes.control import INTERRUPTED, run_child
 from llava_mcore.serving.child import server
 from llava_mcore.serving.examples import check_examples
 

@@ -22,8 +22,8 @@ from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_source import holds_adapter_only
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.weight_files import ADAPTER_CONFIG
-from llava_mcore.launch.process import run_child
 from llava_mcore.models.whole_folder import open_whole_folder
+from llava_mcore.processes.control import run_child
 from llava_mcore.serving.engines import Served, adapter_command, engine_command, installed_command
 from llava_mcore.serving.requests import ServedModel
 

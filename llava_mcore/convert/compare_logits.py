@@ -42,7 +42,7 @@ from llava_mcore.models.model_table import detect_names
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.tied_weights import settle_ties
-from llava_mcore.parallel.local_world import run_world
+from llava_mcore.processes.local_world import run_world
 
 TOLERANCE = 1e-4
 """Relative to the largest value of a module's output: fp32 sums in another order differ by less."""

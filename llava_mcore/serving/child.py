@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.parent import tied_command
+from llava_mcore.processes.parent import tied_command
 
 READY = re.compile(r"^serving .* at (http://\S+/v1)")
 SECONDS_TO_END = 10

@@ -16,7 +16,7 @@ from llava_mcore.data.encoding.assets import load_assets
 from llava_mcore.data.encoding.prompts import POOLS, choose_prompt
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.run.preflight import resolve
+from llava_mcore.launch.preflight import resolve
 from llava_mcore.templates.named import NAMES, check_choice, flatten_parts, named_template
 from tests.helpers.build_parts import make_text_tokenizer
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava

@@ -18,7 +18,7 @@ from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from llava_mcore.compat.energon.storage_clients import remember_clients_at_forks
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.remote import renew_connections
-from llava_mcore.parent import die_with_parent
+from llava_mcore.processes.parent import die_with_parent
 
 OPEN_FILES = Path("/proc/self/fd")
 _SECONDS_BETWEEN_LOOKS = 1.0

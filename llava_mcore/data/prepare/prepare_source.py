@@ -25,7 +25,7 @@ from llava_mcore.data.prepare.row_types import RowRange, Skipped
 from llava_mcore.data.prepare.shard_plan import Options, ShardList, SourcePaths, make_plan
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync
-from llava_mcore.forkserver import end_with_parent, start_forkserver
+from llava_mcore.processes.forkserver import end_with_parent, start_forkserver
 
 MANIFEST = "manifest.json"
 SKIPPED = "skipped.jsonl"

@@ -30,7 +30,7 @@ from llava_mcore.data.prepare.counts import ShardReport
 from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync, sync_tree
-from llava_mcore.forkserver import interrupts_afterwards
+from llava_mcore.processes.forkserver import interrupts_afterwards
 
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 LINT = {"sample_type": {"__module__": "megatron.energon", "__class__": "TextSample"}, "field_map": {"text": "json"}}

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
-FIRST = "llava_mcore.forkserver_end"
+FIRST = "llava_mcore.processes.forkserver_end"
 
 
 def start_forkserver(*modules: str) -> None:

@@ -2,6 +2,6 @@
 
 import signal
 
-from llava_mcore.parent import die_with_parent
+from llava_mcore.processes.parent import die_with_parent
 
 die_with_parent(signal.SIGKILL)

@@ -68,7 +68,7 @@ def preflight(
     from llava_mcore.data.loading.budgets import check_budgets
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
-    from llava_mcore.run.assets import run_assets
+    from llava_mcore.training.assets import run_assets
 
     errors: list[str] = check_devices(run.launch.num_gpus, gpu_count)
     if not in_image:

@@ -14,13 +14,13 @@ from llava_mcore.errors import ConfigError, problems
 from llava_mcore.files.text_files import naming
 from llava_mcore.launch import sbatch
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.process import run_child
+from llava_mcore.launch.preflight import preflight, preflight_of_job, resolve
+from llava_mcore.launch.run_lock import RunLock
 from llava_mcore.launch.slurm import describe, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
-from llava_mcore.run.preflight import preflight, preflight_of_job, resolve
-from llava_mcore.run.run_lock import RunLock
+from llava_mcore.processes.control import run_child
 
-WORKER = "llava_mcore.run.worker"
+WORKER = "llava_mcore.launch.worker"
 
 
 def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:

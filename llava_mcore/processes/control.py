@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from llava_mcore.parent import tied_command
+from llava_mcore.processes.parent import tied_command
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 STOP = signal.SIGUSR1

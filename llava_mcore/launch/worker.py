@@ -1,4 +1,4 @@
-"""One training process: `torchrun … -m llava_mcore.run.worker --config run.yaml`."""
+"""One training process: `torchrun … -m llava_mcore.launch.worker --config run.yaml`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from llava_mcore.compat.startup import find_distributions_lazily, skip_unused_im
 from llava_mcore.compat.tested import untested_line
 from llava_mcore.config.load import load_run_config
 from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
-from llava_mcore.launch.process import (
+from llava_mcore.processes.control import (
     INTERRUPTED,
     STOPPED_EARLY,
     StopSignals,
     exit_now,
     imports_without_collections,
 )
-from llava_mcore.parent import die_with_parent
+from llava_mcore.processes.parent import die_with_parent
 
 LOST_CONNECTION = 1
 """The same exit code as after a traceback: torchrun's wrapper looks for another rank's first."""
 
-logger = logging.getLogger("llava_mcore.run.worker")  # run with -m, the module has another name
+logger = logging.getLogger("llava_mcore.launch.worker")  # run with -m, the module has another name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as run.yaml says; return 0, 75 if stopped early, 130 after Ctrl-C, else an error's own exit code."""
     signals, started = StopSignals(), time.monotonic()
-    parser = argparse.ArgumentParser(prog="llava_mcore.run.worker", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="llava_mcore.launch.worker", allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="resolved run.yaml")
     parser.add_argument("--parent", type=int, metavar="PID", help="process to end with (torchrun adds it)")
     args = parser.parse_args(argv)
@@ -60,7 +60,7 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
         skip_unused_imports(*(name for name, is_on in logs.items() if not is_on))  # megatron-core's timers import them
         # Heavy imports come after the first lines on the console.
         with imports_without_collections():
-            from llava_mcore.run.training_run import run_worker
+            from llava_mcore.training.assembly import run_worker
 
         finished = run_worker(run, signals, started)
     except LlavaMcoreError as error:

@@ -26,13 +26,13 @@ from llava_mcore.data.loading.validation_data import ValidationData
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.generation.questions import Questions
-from llava_mcore.launch.process import StopSignals
 from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
-from llava_mcore.run.assets import run_assets
-from llava_mcore.run.carried_folder import write_carried_folder, write_stop_token
+from llava_mcore.processes.control import StopSignals
 from llava_mcore.training.answers.answerer import AnswerData
+from llava_mcore.training.assets import run_assets
+from llava_mcore.training.carried_folder import write_carried_folder, write_stop_token
 from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.debug import ShowFirst, show_shapes_once
 from llava_mcore.training.determinism import make_deterministic

@@ -29,12 +29,12 @@ from transformers.video_utils import VideoMetadata
 from llava_mcore.answering.job import Dtype, ReadOptions
 from llava_mcore.compat.transformers import exact_attention
 from llava_mcore.convert.jobs import DTYPES
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.encode import check_length, check_media, expanded
-from llava_mcore.data.encoding.images import decode_frames, decode_image
-from llava_mcore.data.encoding.preprocess import ImagePreprocessor
-from llava_mcore.data.encoding.processors import LOAD_ERRORS
-from llava_mcore.data.encoding.sound.sound_files import decode_sound
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.encode import check_length, check_media, expanded
+from llava_mcore.data.encode.images import decode_frames, decode_image
+from llava_mcore.data.encode.preprocess import ImagePreprocessor
+from llava_mcore.data.encode.processors import LOAD_ERRORS
+from llava_mcore.data.encode.sound.sound_files import decode_sound
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Video
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.files.torch_files import why_not_loaded

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.samples import Conversation, Skip
 from llava_mcore.generation.questions import Question, Questions
 from llava_mcore.generation.settings import TokenSampling

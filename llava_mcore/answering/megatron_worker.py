@@ -20,7 +20,7 @@ from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.config.rules.all_rules import tower_divides
 from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.convert.load_model import load_part
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.generation.generate import generate

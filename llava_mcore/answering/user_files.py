@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.encoding.sound.sound_files import require_libraries, sound_format
-from llava_mcore.data.prepare.media.video_files import decode_video
-from llava_mcore.data.prepare.row_types import BadSample
-from llava_mcore.data.prepare.sampling import Sampling
+from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.encode.sound.sound_files import require_libraries, sound_format
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.near_match import near_hint
 from llava_mcore.files.regular import open_regular_file, read_regular_file
+from llava_mcore.prepare.media.video_files import decode_video
+from llava_mcore.prepare.row_types import BadSample
+from llava_mcore.prepare.sampling import Sampling
 
 
 def read_picture(path: Path, limits: Limits) -> bytes:

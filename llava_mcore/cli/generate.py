@@ -17,12 +17,12 @@ from llava_mcore.answering.user_files import MediaFiles, conversation_of_files
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.generate import parser
 from llava_mcore.cli.flags.samples import limits_of, pixels_of
-from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import Conversation
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.generation.records import Record
 from llava_mcore.generation.settings import TokenSampling
+from llava_mcore.prepare.sampling import Sampling
 
 ROWS = 8
 """Questions of a dataset that are answered at the same time, unless the user says."""

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from llava_mcore.adapters.vllm_rules import vllm_problems, vllm_rank
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.serve import ENGINES, parser
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_source import holds_adapter_only
 from llava_mcore.files.json_files import read_object

@@ -29,8 +29,8 @@ from llava_mcore.compat.transformers import exact_attention, tower_names_in_file
 from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.encoding.sound.sound_files import decode_sound, require_libraries, sound_length
+from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libraries, sound_length
 from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded

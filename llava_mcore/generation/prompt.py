@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.encode import check_length, check_media, expanded
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.encode import check_length, check_media, expanded
+from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import Batch, Conversation, EncodedSample
-from llava_mcore.data.streams.collate import collate
 from llava_mcore.models.media import position_ids
 
 

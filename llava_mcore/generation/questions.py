@@ -9,15 +9,15 @@ from pathlib import Path
 from megatron.energon import SkipSample, SourceInfo
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.conversation import chat_from_standard
-from llava_mcore.data.encoding.marks import count_marks, unescape
-from llava_mcore.data.loading.datasets import open_datasets
-from llava_mcore.data.loading.source import reading
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.conversation import chat_from_standard
+from llava_mcore.data.encode.marks import count_marks, unescape
+from llava_mcore.data.loader.datasets import open_datasets
+from llava_mcore.data.loader.skips import DATA_ERRORS, Skips
+from llava_mcore.data.loader.source import reading
+from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Skip, Turn
 from llava_mcore.data.storage.dataset_path import check_dataset
-from llava_mcore.data.streams.skips import DATA_ERRORS, Skips
-from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 from llava_mcore.errors import DataError
 
 

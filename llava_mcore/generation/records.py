@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 from llava_mcore.generation.prompt import Prompt, decoded, encode_prompt

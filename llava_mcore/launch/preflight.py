@@ -65,7 +65,7 @@ def preflight(
     # These import transformers and energon, for which --help and errors in flags should not wait.
     from llava_mcore.adapters.adaptation import adapter_setup_of
     from llava_mcore.checkpoint.choose_start import resumes, start_point
-    from llava_mcore.data.loading.budgets import check_budgets
+    from llava_mcore.data.loader.budgets import check_budgets
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
     from llava_mcore.training.assets import run_assets

@@ -10,19 +10,19 @@ from typing import Any
 
 from llava_mcore.adapters.adaptation import base_of
 from llava_mcore.adapters.adapter_record import holds_adapters
+from llava_mcore.check_data.show import in_words
 from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point, unread_start
 from llava_mcore.checkpoint.node_local import is_local, unusable_here
 from llava_mcore.checkpoint.verify import damage_found_together
 from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import PixelRange
-from llava_mcore.data.doctor.show import in_words
-from llava_mcore.data.encoding.assets import Assets, require_same_tokenizer
-from llava_mcore.data.encoding.pixel_range import FRAMES, PICTURES, write_pixel_range
-from llava_mcore.data.encoding.text.template_file import require_same_template
-from llava_mcore.data.loading.loader import TrainLoader
-from llava_mcore.data.loading.source import noticing_killed_loaders
-from llava_mcore.data.loading.validation_data import ValidationData
+from llava_mcore.data.encode.assets import Assets, require_same_tokenizer
+from llava_mcore.data.encode.pixel_range import FRAMES, PICTURES, write_pixel_range
+from llava_mcore.data.encode.text.template_file import require_same_template
+from llava_mcore.data.loader.source import noticing_killed_loaders
+from llava_mcore.data.loader.train_loader import TrainLoader
+from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.generation.questions import Questions

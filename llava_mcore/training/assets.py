@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encode.assets import Assets, load_assets
 
 
 def run_assets(run: RunConfig, checkpoint_hf_dir: Path) -> Assets:

@@ -10,7 +10,7 @@ import torch
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.convert.logits_worker import forward
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation
 from llava_mcore.generation.generate import generate
 from llava_mcore.generation.prompt import Prompt, encode_prompt

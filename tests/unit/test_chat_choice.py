@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from llava_mcore.build.chat_template import choose_template as build_template
 from llava_mcore.config.flags import parse_command_line
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.prompts import POOLS, choose_prompt
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.prompts import POOLS, choose_prompt
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.launch.preflight import resolve

@@ -27,9 +27,9 @@ from llava_mcore.config.rules.parallel import check_stages
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.compare_logits import check_logits
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.encoding.pixel_range import write_pixel_range
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.encode.pixel_range import write_pixel_range
 from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConfigError, ConversionError, DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims

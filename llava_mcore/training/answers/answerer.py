@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llava_mcore.config.rules.all_rules import pad_multiple
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.generation.generate import generate

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llava_mcore.files.atomic import move
 from llava_mcore.files.text_files import naming
-from llava_mcore.generation.records import Record
+from llava_mcore.inference.generation.records import Record
 
 
 def partial_of(out: Path) -> Path:

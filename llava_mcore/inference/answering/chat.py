@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from llava_mcore.answering.hf_model import HfModel
-from llava_mcore.answering.user_files import asked_turn, read_picture, read_sound, read_video
 from llava_mcore.data.encode.marks import escape
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, LlavaMcoreError
-from llava_mcore.generation.settings import Settings
+from llava_mcore.inference.answering.hf_model import HfModel
+from llava_mcore.inference.answering.user_files import asked_turn, read_picture, read_sound, read_video
+from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.prepare.sampling import Sampling
 
 HELP = """\

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from llava_mcore.adapters.adapter_record import check_base_dir, holds_adapters, read_base
-from llava_mcore.answering.job import Job, Layout, StoredModel
-from llava_mcore.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
 from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
-from llava_mcore.generation.records import Record
+from llava_mcore.inference.answering.job import Job, Layout, StoredModel
+from llava_mcore.inference.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
+from llava_mcore.inference.generation.records import Record
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.processes.local_world import run_here, run_world
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from llava_mcore.evaluation.metrics import Answered, score
-from llava_mcore.evaluation.tasks import TaskResult
-from llava_mcore.generation.records import Record
+from llava_mcore.inference.evaluation.metrics import Answered, score
+from llava_mcore.inference.evaluation.tasks import TaskResult
+from llava_mcore.inference.generation.records import Record
 
 DATA = "data"
 

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from llava_mcore.compat.transformers_serving import PinnedHandler
-from llava_mcore.serving.requests import RequestError, ServedModel, check_chat
+from llava_mcore.inference.serving.requests import RequestError, ServedModel, check_chat
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Literal
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.samples import Conversation, Skip
-from llava_mcore.generation.questions import Question, Questions
-from llava_mcore.generation.settings import TokenSampling
+from llava_mcore.inference.generation.questions import Question, Questions
+from llava_mcore.inference.generation.settings import TokenSampling
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from llava_mcore.generation.angles import TokenAngles
-from llava_mcore.generation.cache import CachedRows
+from llava_mcore.inference.generation.angles import TokenAngles
+from llava_mcore.inference.generation.cache import CachedRows
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups

@@ -9,9 +9,9 @@ from typing import Any
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
-from llava_mcore.generation.prompt import Prompt, decoded, encode_prompt
-from llava_mcore.generation.questions import Question
-from llava_mcore.generation.settings import Settings
+from llava_mcore.inference.generation.prompt import Prompt, decoded, encode_prompt
+from llava_mcore.inference.generation.questions import Question
+from llava_mcore.inference.generation.settings import Settings
 
 
 @dataclass(frozen=True)

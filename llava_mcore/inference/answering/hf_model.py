@@ -26,7 +26,6 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 from transformers.video_utils import VideoMetadata
 
-from llava_mcore.answering.job import Dtype, ReadOptions
 from llava_mcore.compat.transformers import exact_attention
 from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.data.encode.assets import Assets
@@ -38,7 +37,8 @@ from llava_mcore.data.encode.sound.sound_files import decode_sound
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Video
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.generation.settings import Settings
+from llava_mcore.inference.answering.job import Dtype, ReadOptions
+from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import DEFAULT_FPS
 from llava_mcore.models.whole_folder import open_whole_folder

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from llava_mcore.answering.answer_file import written_to
-from llava_mcore.answering.hf_model import HfModel, Quantization
-from llava_mcore.answering.job import Job
-from llava_mcore.answering.progress import shown_progress
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
-from llava_mcore.generation.prompt import decoded
-from llava_mcore.generation.questions import Question
-from llava_mcore.generation.records import Record
-from llava_mcore.generation.settings import Settings, read_settings
+from llava_mcore.inference.answering.answer_file import written_to
+from llava_mcore.inference.answering.hf_model import HfModel, Quantization
+from llava_mcore.inference.answering.job import Job
+from llava_mcore.inference.answering.progress import shown_progress
+from llava_mcore.inference.generation.prompt import decoded
+from llava_mcore.inference.generation.questions import Question
+from llava_mcore.inference.generation.records import Record
+from llava_mcore.inference.generation.settings import Settings, read_settings
 
 
 def answer_folder(hf_dir: Path, job: Job, *, quantization: Quantization | None = None) -> list[Record]:

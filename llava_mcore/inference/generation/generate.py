@@ -16,11 +16,11 @@ from transformers import LogitsProcessorList
 
 from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError
-from llava_mcore.generation.cache import cached_rows
-from llava_mcore.generation.choice import most_probable, own_generator, processed_choice, whole_logits
-from llava_mcore.generation.prompt import Prompt
-from llava_mcore.generation.settings import Settings
-from llava_mcore.generation.stages import CachedModel
+from llava_mcore.inference.generation.cache import cached_rows
+from llava_mcore.inference.generation.choice import most_probable, own_generator, processed_choice, whole_logits
+from llava_mcore.inference.generation.prompt import Prompt
+from llava_mcore.inference.generation.settings import Settings
+from llava_mcore.inference.generation.stages import CachedModel
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups

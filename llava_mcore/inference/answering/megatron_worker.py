@@ -13,9 +13,6 @@ import torch
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
 from llava_mcore import log
-from llava_mcore.answering.answer_file import written_to
-from llava_mcore.answering.job import Job, Layout, StoredModel
-from llava_mcore.answering.progress import shown_progress
 from llava_mcore.checkpoint.layout import hf_folder
 from llava_mcore.config.rules.all_rules import tower_divides
 from llava_mcore.convert.jobs import DTYPES
@@ -23,10 +20,13 @@ from llava_mcore.convert.load_model import load_part
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.generation.generate import generate
-from llava_mcore.generation.questions import Question
-from llava_mcore.generation.records import PromptQueue, Record
-from llava_mcore.generation.settings import Settings, read_settings, require_known
+from llava_mcore.inference.answering.answer_file import written_to
+from llava_mcore.inference.answering.job import Job, Layout, StoredModel
+from llava_mcore.inference.answering.progress import shown_progress
+from llava_mcore.inference.generation.generate import generate
+from llava_mcore.inference.generation.questions import Question
+from llava_mcore.inference.generation.records import PromptQueue, Record
+from llava_mcore.inference.generation.settings import Settings, read_settings, require_known
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.multimodal import VisionLanguageModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.evaluation.languages import NO_LIBRARIES
+from llava_mcore.inference.evaluation.languages import NO_LIBRARIES
 
 NAMES = ("pycocoevalcap", "rapidfuzz", "rouge_score", "sacrebleu")
 

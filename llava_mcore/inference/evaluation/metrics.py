@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.evaluation.languages import NO_LIBRARIES, TokenizerName, bleu_metric, tokenizer_for, words_of
+from llava_mcore.inference.evaluation.languages import NO_LIBRARIES, TokenizerName, bleu_metric, tokenizer_for, words_of
 
 ANLS_THRESHOLD = 0.5
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")

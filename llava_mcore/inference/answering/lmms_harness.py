@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.evaluation.tasks import TaskResult, TaskSettings, task_result
-from llava_mcore.serving.child import server
+from llava_mcore.inference.evaluation.tasks import TaskResult, TaskSettings, task_result
+from llava_mcore.inference.serving.child import server
 
 NAME = "model"
 HAS_LMMS = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lmms_eval') is None)"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llava_mcore.errors import ConfigError, DataError, problems
-from llava_mcore.evaluation.languages import NO_LIBRARIES
-from llava_mcore.evaluation.tasks import TaskResult, TaskSettings, task_result
+from llava_mcore.inference.evaluation.languages import NO_LIBRARIES
+from llava_mcore.inference.evaluation.tasks import TaskResult, TaskSettings, task_result
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

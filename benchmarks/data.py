@@ -34,8 +34,8 @@ from benchmarks.data_material import make_hf_assets, make_pictures, make_samples
 from benchmarks.data_memory import WorkerMemory, memory_over_samples
 from benchmarks.material import write_shards
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 
 SIZES = {"640x480": (640, 480), "336x336": (336, 336)}
 WORKERS = (0, 1, 2)

@@ -10,11 +10,11 @@ import torch
 from megatron.energon import Sample, SavableDataset, SkipSample, WorkerConfig, get_train_dataset, stateless
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.packing.best_fit import best_fit
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.best_fit import best_fit
+from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import EncodedSample, TokenSample
-from llava_mcore.data.streams.skips import Skips
-from llava_mcore.data.streams.task_encoder import ChatTaskEncoder
 
 
 class Undecoded(ChatTaskEncoder):

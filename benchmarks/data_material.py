@@ -17,8 +17,8 @@ from transformers import AutoImageProcessor, LlavaConfig
 
 from benchmarks.material import Sample
 from benchmarks.shapes import SPECIAL, chat_tokenizer, make_hf_folder
-from llava_mcore.data.prepare.prepare_source import prepare
-from llava_mcore.data.prepare.shard_plan import Counting, Options, SourcePaths
+from llava_mcore.prepare.prepare_source import prepare
+from llava_mcore.prepare.shard_plan import Counting, Options, SourcePaths
 
 TEXTS = (datasets.load_iris, datasets.load_wine, datasets.load_breast_cancer, datasets.load_diabetes)
 TOKENS_PER_WORD = 1.75

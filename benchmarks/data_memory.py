@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 
 MIB = 2**20
 

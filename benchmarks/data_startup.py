@@ -32,8 +32,8 @@ def child(options: argparse.Namespace) -> None:
     import torch
 
     from llava_mcore.config.sections.data import DataConfig
-    from llava_mcore.data.encoding.assets import load_assets
-    from llava_mcore.data.loading.loader import TrainLoader
+    from llava_mcore.data.encode.assets import load_assets
+    from llava_mcore.data.loader.train_loader import TrainLoader
     from llava_mcore.data.storage.dataset_path import check_dataset
 
     torch.set_num_threads(1)

@@ -21,12 +21,12 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PretrainedC
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.data.samples import Batch
-from llava_mcore.generation.cache import cached_rows
-from llava_mcore.generation.choice import most_probable
-from llava_mcore.generation.generate import generate
-from llava_mcore.generation.prompt import Prompt
-from llava_mcore.generation.settings import Settings, TokenSampling, read_settings
-from llava_mcore.generation.stages import CachedModel
+from llava_mcore.inference.generation.cache import cached_rows
+from llava_mcore.inference.generation.choice import most_probable
+from llava_mcore.inference.generation.generate import generate
+from llava_mcore.inference.generation.prompt import Prompt
+from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings
+from llava_mcore.inference.generation.stages import CachedModel
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
 from llava_mcore.models.configs import ModelOptions

@@ -23,8 +23,8 @@ from benchmarks.material import make_shards
 from benchmarks.record import show, write_record
 from benchmarks.shapes import make_hf_folder
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 
 
 def main() -> None:

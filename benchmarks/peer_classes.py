@@ -19,7 +19,7 @@ from transformers import (
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from llava_mcore.batch_fields import MEDIA_SEQLENS, PIXEL_SCALE, PIXEL_VALUES, Field
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Batch
 from llava_mcore.models.media import MediaPlan, MediaTokens, Size
 from llava_mcore.pixels import normalize

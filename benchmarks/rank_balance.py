@@ -21,8 +21,8 @@ from benchmarks.record import show, write_record
 from benchmarks.shapes import SHAPES, make_hf_folder
 from benchmarks.train_step import make_data
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.training.batch_counts import StepCounts, count
 

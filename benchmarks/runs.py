@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.record import ROOT
-from llava_mcore.parent import tied_command
+from llava_mcore.processes.parent import tied_command
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 """What --fp8-recipe takes."""

@@ -66,7 +66,7 @@ IDENTIFIERS = {
     "what": "what it is",
 }
 """Name of a variable, argument, attribute, function or class, in any case and with underscores around it -> instead."""
-IDENTIFIERS_OF_FILES = frozenset({("llava_mcore/evaluation/tasks.py", "number")})
+IDENTIFIERS_OF_FILES = frozenset({("llava_mcore/inference/evaluation/tasks.py", "number")})
 """Names that files have: a key of `evaluate`'s report."""
 
 

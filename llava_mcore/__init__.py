@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llava_mcore.convert.import_hf import import_hf
     from llava_mcore.convert.inputs import model_inputs
     from llava_mcore.convert.load_model import load_model
-    from llava_mcore.run.launch import train
+    from llava_mcore.launch.start import train
 
 __version__ = "0.1.0"
 __all__ = ["export_hf", "import_hf", "load_model", "model_inputs", "train"]
@@ -23,7 +23,7 @@ _MODULES = {
     "import_hf": "llava_mcore.convert.import_hf",
     "load_model": "llava_mcore.convert.load_model",
     "model_inputs": "llava_mcore.convert.inputs",
-    "train": "llava_mcore.run.launch",
+    "train": "llava_mcore.launch.start",
 }
 
 

@@ -10,9 +10,9 @@ import sys
 from llava_mcore import log
 from llava_mcore.compat.startup import find_distributions_lazily, skip_unused_imports
 from llava_mcore.errors import FileError
-from llava_mcore.launch.process import INTERRUPTED, collect_rarely
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
-from llava_mcore.run.messages import with_messages
+from llava_mcore.processes.control import INTERRUPTED, collect_rarely
+from llava_mcore.processes.messages import with_messages
 
 COMMANDS = {
     "build": ("build", "compose a Hugging Face folder from a language model and a vision tower"),

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from llava_mcore.answering.chat import Chat
-from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.chat import parser
 from llava_mcore.cli.generate import quantization_of, reading_of, sampling_of
-from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.generation.settings import read_settings, require_streaming
+from llava_mcore.inference.answering.chat import Chat
+from llava_mcore.inference.answering.hf_model import HfModel
+from llava_mcore.inference.generation.settings import read_settings, require_streaming
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.prepare.sampling import Sampling
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (lines can then be edited and repeated)

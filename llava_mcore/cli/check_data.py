@@ -12,18 +12,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llava_mcore.check_data.examiner import Examiner, Finding
+from llava_mcore.check_data.remarks import remarks_on
+from llava_mcore.check_data.report import DataReport
+from llava_mcore.check_data.scan import Task, choose, scan
+from llava_mcore.check_data.show import conversation_text
+from llava_mcore.check_data.tables import print_report
+from llava_mcore.check_data.tally import DatasetTally, Tally
 from llava_mcore.cli.flags.samples import limits_of, pixels_of, video_pixels_of
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.doctor.examiner import Examiner, Finding
-from llava_mcore.data.doctor.remarks import remarks_on
-from llava_mcore.data.doctor.report import DataReport
-from llava_mcore.data.doctor.scan import Task, choose, scan
-from llava_mcore.data.doctor.show import conversation_text
-from llava_mcore.data.doctor.tables import print_report
-from llava_mcore.data.doctor.tally import DatasetTally, Tally
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.loading.budgets import check_budgets, warnings_of_large_media
-from llava_mcore.data.loading.datasets import Dataset
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
+from llava_mcore.data.loader.datasets import Dataset
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import ConfigError, DataError
 

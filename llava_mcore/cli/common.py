@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from llava_mcore.compat.startup import UNUSED_IMPORTS_HERE, skip_unused_imports
 from llava_mcore.compat.tested import untested_line
-from llava_mcore.run.messages import with_messages
+from llava_mcore.processes.messages import with_messages
 
 
 def conversion_main(

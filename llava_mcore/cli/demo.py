@@ -15,9 +15,9 @@ import llava_mcore
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.demo import parser
 from llava_mcore.errors import ConfigError
-from llava_mcore.launch.process import INTERRUPTED, run_child
-from llava_mcore.serving.child import server
-from llava_mcore.serving.examples import check_examples
+from llava_mcore.inference.serving.child import server
+from llava_mcore.inference.serving.examples import check_examples
+from llava_mcore.processes.control import INTERRUPTED, run_child
 
 ROOT = Path(llava_mcore.__file__).parents[1]
 PAGE = ROOT / "llava_mcore" / "serving" / "page.py"

@@ -11,19 +11,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llava_mcore.answering.evaluation import DataResult, ModelResult, as_json, score_records, table
-from llava_mcore.answering.job import DataJob, Job
-from llava_mcore.answering.lmms_harness import run_lmms_tasks
-from llava_mcore.answering.megatron_answers import answer_checkpoint
-from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.evaluate import parser, with_defaults
 from llava_mcore.cli.flags.evaluate_checks import base_dir_of, check, data_of, layout_of, task_settings
 from llava_mcore.cli.generate import reading_of, sampling_of
-from llava_mcore.evaluation.lm_harness import run_tasks
-from llava_mcore.evaluation.tasks import TaskResult
 from llava_mcore.files.atomic import move, write_synced
 from llava_mcore.files.text_files import naming
+from llava_mcore.inference.answering.evaluation import DataResult, ModelResult, as_json, score_records, table
+from llava_mcore.inference.answering.job import DataJob, Job
+from llava_mcore.inference.answering.lmms_harness import run_lmms_tasks
+from llava_mcore.inference.answering.megatron_answers import answer_checkpoint
+from llava_mcore.inference.answering.transformers_answers import answer_folder
+from llava_mcore.inference.evaluation.lm_harness import run_tasks
+from llava_mcore.inference.evaluation.tasks import TaskResult
 from llava_mcore.models.architectures.hf_config import load_hf_config
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "auto"}

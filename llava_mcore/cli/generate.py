@@ -8,21 +8,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llava_mcore.answering.answer_file import finish, partial_of
-from llava_mcore.answering.hf_model import Quantization
-from llava_mcore.answering.job import DataJob, Job, Layout, ReadOptions
-from llava_mcore.answering.megatron_answers import answer_checkpoint
-from llava_mcore.answering.transformers_answers import answer_folder
-from llava_mcore.answering.user_files import MediaFiles, conversation_of_files
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.generate import parser
 from llava_mcore.cli.flags.samples import limits_of, pixels_of
-from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import Conversation
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.generation.records import Record
-from llava_mcore.generation.settings import TokenSampling
+from llava_mcore.inference.answering.answer_file import finish, partial_of
+from llava_mcore.inference.answering.hf_model import Quantization
+from llava_mcore.inference.answering.job import DataJob, Job, Layout, ReadOptions
+from llava_mcore.inference.answering.megatron_answers import answer_checkpoint
+from llava_mcore.inference.answering.transformers_answers import answer_folder
+from llava_mcore.inference.answering.user_files import MediaFiles, conversation_of_files
+from llava_mcore.inference.generation.records import Record
+from llava_mcore.inference.generation.settings import TokenSampling
+from llava_mcore.prepare.sampling import Sampling
 
 ROWS = 8
 """Questions of a dataset that are answered at the same time, unless the user says."""

@@ -22,15 +22,15 @@ from rich.progress import (
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.prepare import parser
 from llava_mcore.cli.flags.samples import limits_of, pixels_of, video_pixels_of
-from llava_mcore.data.prepare.journal import Journal
-from llava_mcore.data.prepare.listing import BLEND, is_listing, read_listing, write_blend
-from llava_mcore.data.prepare.prepare_source import Result, prepare
-from llava_mcore.data.prepare.record_layouts import Keys
-from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.prepare.shard_plan import Counting, Options, SourcePaths
-from llava_mcore.data.prepare.sources.detect import Opening
-from llava_mcore.data.prepare.summary import draw, failures, show
 from llava_mcore.errors import DataError, problems
+from llava_mcore.prepare.journal import Journal
+from llava_mcore.prepare.listing import BLEND, is_listing, read_listing, write_blend
+from llava_mcore.prepare.prepare_source import Result, prepare
+from llava_mcore.prepare.record_layouts import Keys
+from llava_mcore.prepare.sampling import Sampling
+from llava_mcore.prepare.shard_plan import Counting, Options, SourcePaths
+from llava_mcore.prepare.sources.detect import Opening
+from llava_mcore.prepare.summary import draw, failures, show
 
 LISTED = {"sources": [], "options": {"SRC": "a list of sources"}}
 """Marker in the folder of a blend: the list may change, because each source is checked separately."""

@@ -17,15 +17,15 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from llava_mcore.adapters.vllm_rules import vllm_problems, vllm_rank
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.serve import ENGINES, parser
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_source import holds_adapter_only
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.weight_files import ADAPTER_CONFIG
-from llava_mcore.launch.process import run_child
+from llava_mcore.inference.serving.engines import Served, adapter_command, engine_command, installed_command
+from llava_mcore.inference.serving.requests import ServedModel
 from llava_mcore.models.whole_folder import open_whole_folder
-from llava_mcore.serving.engines import Served, adapter_command, engine_command, installed_command
-from llava_mcore.serving.requests import ServedModel
+from llava_mcore.processes.control import run_child
 
 PACKAGES = ("accelerate", "fastapi", "openai", "uvicorn")
 GRACE_SECONDS = 3
@@ -96,7 +96,7 @@ def _serve(args: argparse.Namespace, model: ServedModel) -> int:
     import uvicorn
 
     from llava_mcore.compat.transformers_serving import load_handler
-    from llava_mcore.serving.app import build_app
+    from llava_mcore.inference.serving.app import build_app
 
     with closing(_listening(args.host, args.port)) as sock:
         disable_progress_bar()

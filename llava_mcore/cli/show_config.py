@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.config.load import run_config_yaml
-from llava_mcore.run.messages import with_messages
+from llava_mcore.processes.messages import with_messages
 
 
 def main(argv: Sequence[str] | None = None) -> int:

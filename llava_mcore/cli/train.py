@@ -10,8 +10,8 @@ from llava_mcore.config.flags import CommandLine, parse_command_line
 from llava_mcore.config.load import run_config_yaml
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.launch.singularity import inner_command, rerun_in_container
-from llava_mcore.run.launch import prepare, prepare_job, start, submit
-from llava_mcore.run.messages import with_messages
+from llava_mcore.launch.start import prepare, prepare_job, start, submit
+from llava_mcore.processes.messages import with_messages
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,8 +29,8 @@ from llava_mcore.compat.transformers import exact_attention, tower_names_in_file
 from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.encoding.sound.sound_files import decode_sound, require_libraries, sound_length
+from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libraries, sound_length
 from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
@@ -42,7 +42,7 @@ from llava_mcore.models.model_table import detect_names
 from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.tied_weights import settle_ties
-from llava_mcore.parallel.local_world import run_world
+from llava_mcore.processes.local_world import run_world
 
 TOLERANCE = 1e-4
 """Relative to the largest value of a module's output: fp32 sums in another order differ by less."""

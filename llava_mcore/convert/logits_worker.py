@@ -22,9 +22,9 @@ from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
 from llava_mcore.parallel.batch import longest_media
 from llava_mcore.parallel.groups import Groups, initialize, shut_down
-from llava_mcore.parallel.local_world import enter
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.pixels import NO_SCALE
+from llava_mcore.processes.local_world import enter
 
 
 def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:

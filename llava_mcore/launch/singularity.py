@@ -17,8 +17,8 @@ from pathlib import Path
 
 from llava_mcore.config.documents import MAX_BYTES
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.launch.process import run_child
 from llava_mcore.launch.slurm import address_override
+from llava_mcore.processes.control import run_child
 
 ENGINES = ("singularity", "apptainer")
 FLAG = "--sif-path"

@@ -14,7 +14,7 @@ def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str], nod
     """Return the command that runs `python -m module arguments` as `num_processes` ranks of this machine."""
     return [
         sys.executable,
-        *("-m", "llava_mcore.run.torchrun"),  # torch.distributed.run with a shorter shutdown
+        *("-m", "llava_mcore.launch.torchrun"),  # torch.distributed.run with a shorter shutdown
         *_meeting(nodes),
         *("--nproc-per-node", str(num_processes)),
         *("-m", module),

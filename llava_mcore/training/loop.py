@@ -6,7 +6,7 @@ import gc
 import logging
 from pathlib import Path
 
-from llava_mcore.data.loading.validation_data import ValidationData
+from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.groups import wait_for_all
 from llava_mcore.parallel.together import raise_on_all_ranks, raise_together

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llava_mcore.checkpoint.fp8_scales import scaled_modules
-from llava_mcore.data.loading.validation_data import ValidationData, ValidationPass
+from llava_mcore.data.loader.validation_data import ValidationData, ValidationPass
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.parallel.batch import HostBatch, fill_rows, without_loss
 from llava_mcore.parallel.groups import agree, sum_over_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from llava_mcore.__main__ import main
-from llava_mcore.launch.process import exit_now
+from llava_mcore.processes.control import exit_now
 
 if __name__ == "__main__":
     exit_now(main(["train", *sys.argv[1:]]))

@@ -74,7 +74,7 @@ class Running:
 
     def torchrun(self) -> psutil.Process | None:
         """Return the process that watches over the ranks, if it has begun."""
-        return next((x for x in self.processes() if "llava_mcore.run.torchrun" in arguments(x)), None)
+        return next((x for x in self.processes() if "llava_mcore.launch.torchrun" in arguments(x)), None)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the training processes by rank."""
@@ -85,7 +85,7 @@ class Running:
     def loaders(self) -> list[psutil.Process]:
         """Return the loader processes."""
         ranks = {x.pid for x in self.ranks().values()}
-        return [x for x in self.processes() if parent_of(x) in ranks and "llava_mcore.run.worker" in arguments(x)]
+        return [x for x in self.processes() if parent_of(x) in ranks and "llava_mcore.launch.worker" in arguments(x)]
 
     def ports(self) -> list[int]:
         """Return the ports that its processes listen on."""
@@ -156,7 +156,7 @@ def parent_of(process: psutil.Process) -> int:
 def rank_of(process: psutil.Process) -> int | None:
     """Return the rank of a process that torchrun started."""
     try:
-        return int(process.environ().get("RANK", "")) if "llava_mcore.run.worker" in process.cmdline() else None
+        return int(process.environ().get("RANK", "")) if "llava_mcore.launch.worker" in process.cmdline() else None
     except (psutil.NoSuchProcess, ValueError):
         return None
 

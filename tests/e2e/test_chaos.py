@@ -26,7 +26,9 @@ ITERATIONS = 40
 def workers(pid: int) -> list[psutil.Process]:
     """Return the training processes below run.py, without their loader processes."""
     found = psutil.Process(pid).children(recursive=True)
-    mine = {x.pid for x in found if "llava_mcore.run.worker" in x.cmdline() and "torchrun" not in " ".join(x.cmdline())}
+    mine = {
+        x.pid for x in found if "llava_mcore.launch.worker" in x.cmdline() and "torchrun" not in " ".join(x.cmdline())
+    }
     return [x for x in found if x.pid in mine and x.ppid() not in mine]
 
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.browser import BOT, ask, opened
 from llava_mcore.cli.demo import OWN_PYTHON, main
 from llava_mcore.errors import DataError
-from llava_mcore.serving.examples import check_examples
+from llava_mcore.inference.serving.examples import check_examples
 from tests.helpers.server import Started, serving, started
 from tests.helpers.shards import jpeg
 from tests.helpers.tiny_hf import make_hf_llava

@@ -46,8 +46,8 @@ def flags(root: Path) -> list[Any]:
 def send_to_all(pid: int, number: signal.Signals) -> int:
     """Send a signal to a process and everything below it, as SLURM does; return the number of loader processes."""
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    torchrun = "llava_mcore.run.torchrun"
-    workers = [x for x in tree if "llava_mcore.run.worker" in x.cmdline() and torchrun not in x.cmdline()]
+    torchrun = "llava_mcore.launch.torchrun"
+    workers = [x for x in tree if "llava_mcore.launch.worker" in x.cmdline() and torchrun not in x.cmdline()]
     loaders = [x for x in workers if x.ppid() in {parent.pid for parent in workers}]
     for process in tree:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from tests.helpers.commands import read_metrics, run, run_and_kill
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from llava_mcore.checkpoint.choose_start import start_point
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import MicroBatchLoader, fetch_step

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llava_mcore.checkpoint.choose_start import start_point
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
 from llava_mcore.training.batch_counts import LoadedBatch

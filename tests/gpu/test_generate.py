@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.samples import Conversation
-from llava_mcore.generation.settings import Settings, TokenSampling, read_settings
+from llava_mcore.inference.answering.hf_model import HfModel
+from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings
 from llava_mcore.models.language.registry import language_family
 from tests.helpers.cases import make_sharp_case
 from tests.helpers.world import run_world

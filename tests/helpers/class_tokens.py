@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.picture_header import MOST_RATIO
-from llava_mcore.data.encoding.placeholders import expand
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.picture_header import MOST_RATIO
+from llava_mcore.data.encode.placeholders import expand
 from llava_mcore.data.samples import Turn
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import features_per_tile

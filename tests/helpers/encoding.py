@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llava_mcore.data.encoding.chat_format import ChatFormat
-from llava_mcore.data.encoding.placeholders import expand, media_tokens
-from llava_mcore.data.encoding.preprocess import ImagePreprocessor
-from llava_mcore.data.encoding.text.tokens import ChatTokens
+from llava_mcore.data.encode.chat_format import ChatFormat
+from llava_mcore.data.encode.placeholders import expand, media_tokens
+from llava_mcore.data.encode.preprocess import ImagePreprocessor
+from llava_mcore.data.encode.text.tokens import ChatTokens
 from llava_mcore.data.samples import MediaSpan, Turn
 from llava_mcore.models.media import MediaTokens, SameTokens
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.data.encoding.assets import Assets, load_assets
+from llava_mcore.data.encode.assets import Assets, load_assets
 from tests.helpers.tiny_hf import make_hf_llava
 
 

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
-from llava_mcore.data.prepare.prepare_source import Result, prepare
-from llava_mcore.data.prepare.shard_plan import Options, SourcePaths
-from llava_mcore.data.prepare.sources.detect import Opening
+from llava_mcore.data.encode.conversation import TextDecoder, cook_chat
+from llava_mcore.prepare.prepare_source import Result, prepare
+from llava_mcore.prepare.shard_plan import Options, SourcePaths
+from llava_mcore.prepare.sources.detect import Opening
 
 DIGITS = load_digits()
 MARK = "<image>"

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from llava_mcore.batch_fields import MEDIA_SEQLENS
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.placeholders import expand
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.placeholders import expand
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.models.media import Size
 from tests.helpers.tiny_classes import without_type, write

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.generation.questions import Questions
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
 from llava_mcore.training.answers.example_table import write_answers

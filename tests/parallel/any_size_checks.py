@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step

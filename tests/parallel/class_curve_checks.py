@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Batch, Conversation
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget

@@ -10,11 +10,11 @@ import torch
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.convert.logits_worker import forward
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation
-from llava_mcore.generation.generate import generate
-from llava_mcore.generation.prompt import Prompt, encode_prompt
-from llava_mcore.generation.settings import Settings, TokenSampling, read_settings
+from llava_mcore.inference.generation.generate import generate
+from llava_mcore.inference.generation.prompt import Prompt, encode_prompt
+from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import ModelOptions, Stages
 from llava_mcore.models.multimodal import VisionLanguageModel

@@ -15,7 +15,7 @@ from llava_mcore.checkpoint.node_local import unusable_here
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.run.training_run import find_start
+from llava_mcore.training.assembly import find_start
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import build_trainer

@@ -15,8 +15,8 @@ from torch import Tensor
 from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step

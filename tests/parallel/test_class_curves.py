@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation
 from tests.helpers.class_checks import batch_of, hf_model
 from tests.helpers.tiny_idefics2 import make_hf_idefics2

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from llava_mcore.answering.hf_model import HfModel
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn
-from llava_mcore.generation.settings import TokenSampling, read_settings
+from llava_mcore.inference.answering.hf_model import HfModel
+from llava_mcore.inference.generation.settings import TokenSampling, read_settings
 from tests.helpers.cases import SHORT_SOUNDS, TWO_ROPES, YARN, Case, make_sharp_case
 from tests.helpers.tiny_audio import encoded
 from tests.helpers.videos import noise, video

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llava_mcore.parallel.local_world import enter
+from llava_mcore.processes.local_world import enter
 from tests.helpers.commands import ROOT
 
 COMMAND = (
-    "from llava_mcore.parallel.local_world import run_world; from {module} import waits; run_world(waits, 2, {to!r})"
+    "from llava_mcore.processes.local_world import run_world; from {module} import waits; run_world(waits, 2, {to!r})"
 )
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaForConditiona
 
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from tests.helpers.build_parts import load
 from tests.helpers.smollm2 import GGUF_FILE, build_smollm2_llava, smollm2_folder
 from tests.helpers.world import run_world

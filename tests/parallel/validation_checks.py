@@ -8,8 +8,8 @@ from typing import Any
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.validation_data import ValidationData
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog

@@ -10,7 +10,7 @@ import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation
 from llava_mcore.models.trainable import whole_name
 from llava_mcore.parallel.groups import Groups

@@ -12,22 +12,22 @@ import pytest
 import torch
 from PIL import Image
 
-from llava_mcore.answering.chat import Chat
-from llava_mcore.answering.hf_model import HfModel
-from llava_mcore.answering.user_files import asked_turn
 from llava_mcore.cli import chat as chat_command
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.encode import tokenize
-from llava_mcore.data.prepare.sampling import Sampling
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.encode import tokenize
 from llava_mcore.data.samples import Conversation, Skip, Turn
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.generation.choice import most_probable
-from llava_mcore.generation.prompt import encode_prompt
-from llava_mcore.generation.questions import Question, Questions
-from llava_mcore.generation.settings import FILE, TokenSampling, read_settings, require_known
+from llava_mcore.inference.answering.chat import Chat
+from llava_mcore.inference.answering.hf_model import HfModel
+from llava_mcore.inference.answering.user_files import asked_turn
+from llava_mcore.inference.generation.choice import most_probable
+from llava_mcore.inference.generation.prompt import encode_prompt
+from llava_mcore.inference.generation.questions import Question, Questions
+from llava_mcore.inference.generation.settings import FILE, TokenSampling, read_settings, require_known
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.parallel.groups import join_alone, shut_down
+from llava_mcore.prepare.sampling import Sampling
 from tests.helpers.cases import Case, make_sharp_case
 from tests.helpers.generating import Ask, generate_here
 from tests.helpers.shards import make_dataset

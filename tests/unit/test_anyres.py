@@ -36,7 +36,7 @@ from llava_mcore.batch_fields import (
     RESIZED_ROWS,
     RESIZED_WEIGHTS,
 )
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.media import MediaTokens, Size

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.logits_worker import given_media
-from llava_mcore.data.streams.collate import collate
+from llava_mcore.data.loader.collate import collate
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.cases import CASES, THEIRS, Case, any_size_samples, make_case, make_inputs, media_plan

@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from llava_mcore.answering import megatron_worker
-from llava_mcore.answering.answer_file import written_to
-from llava_mcore.answering.chat import Chat
-from llava_mcore.answering.hf_model import HfModel
-from llava_mcore.answering.job import ReadOptions
 from llava_mcore.cli import chat as chat_command
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.data.samples import Conversation, Turn
-from llava_mcore.generation.records import Record
-from llava_mcore.generation.settings import FILE, TokenSampling, read_settings
+from llava_mcore.inference.answering import megatron_worker
+from llava_mcore.inference.answering.answer_file import written_to
+from llava_mcore.inference.answering.chat import Chat
+from llava_mcore.inference.answering.hf_model import HfModel
+from llava_mcore.inference.answering.job import ReadOptions
+from llava_mcore.inference.generation.records import Record
+from llava_mcore.inference.generation.settings import FILE, TokenSampling, read_settings
+from llava_mcore.prepare.sampling import Sampling
 from tests.helpers.cases import Case, make_sharp_case
 from tests.helpers.generating import Ask, generate_here
 from tests.helpers.shards import make_dataset

@@ -29,10 +29,10 @@ from llava_mcore.cli import check, inspect_folder
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.encode import tokenize
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.encode import tokenize
+from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import Batch, Conversation, EncodedSample, Sound, Turn
-from llava_mcore.data.streams.collate import collate
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.audio.clip_plan import AudioPlan

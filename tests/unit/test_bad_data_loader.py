@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data import BAD_DATA, SEQ_LENGTH, BadData

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from llava_mcore.check_data.report import DataReport
 from llava_mcore.cli import check_data
 from llava_mcore.cli.flags.check import add_data_flags
-from llava_mcore.data.doctor.report import DataReport
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encode.assets import Assets
 from tests.helpers.bad_data import BAD_DATA, FAULTY, SEQ_LENGTH, BadData
 
 pytest_plugins = ("tests.helpers.llava_fixtures",)

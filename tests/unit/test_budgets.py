@@ -12,8 +12,8 @@ import pytest
 
 from llava_mcore.cli.check import main as check
 from llava_mcore.config.sections.data import DataConfig, PixelRange
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.budgets import check_budgets, media_budgets, warnings_of_large_media
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.budgets import check_budgets, media_budgets, warnings_of_large_media
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.media import MediaBudget

@@ -26,7 +26,7 @@ from transformers import (
 
 from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.models.vision.geometry import image_side
 from tests.helpers.build_parts import (
     VOCAB,

@@ -24,8 +24,8 @@ from transformers import (
 from llava_mcore.cli.build import main as build
 from llava_mcore.cli.check import main as check
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.encode import tokenize
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.encode import tokenize
 from llava_mcore.data.samples import Conversation, Sound, Turn
 from tests.helpers.build_parts import save_text
 from tests.helpers.tiny_audio import RATE, encoded, wave

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
 
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.templates.named import family_format
 from tests.helpers.build_parts import CHATML, make_text_tokenizer, save_text
 

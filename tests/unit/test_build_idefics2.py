@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoProcessor, Idefics2ForConditionalGeneration, SiglipVisionModel
 
 from llava_mcore.cli.build import main
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConfigError
 from tests.helpers.build_checks import assert_goes_back

@@ -24,7 +24,7 @@ from transformers import (
 
 from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.vision.idefics import is_plain_grid

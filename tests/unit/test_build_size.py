@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoProcessor, BitImageProcessor, CLIPVision
 
 from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.vision.geometry import image_side
 from tests.helpers.build_checks import assert_converts

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from llava_mcore.build.chat_template import choose_template as build_template
 from llava_mcore.config.flags import parse_command_line
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.prompts import POOLS, choose_prompt
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.prompts import POOLS, choose_prompt
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.run.preflight import resolve
+from llava_mcore.launch.preflight import resolve
 from llava_mcore.templates.named import NAMES, check_choice, flatten_parts, named_template
 from tests.helpers.build_parts import make_text_tokenizer
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava

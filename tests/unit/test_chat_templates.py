@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from llava_mcore.data.encoding.chat_format import ChatFormat
-from llava_mcore.data.encoding.text.tokens import ChatTokens
+from llava_mcore.data.encode.chat_format import ChatFormat
+from llava_mcore.data.encode.text.tokens import ChatTokens
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.templates.named import NAMES, SPECIAL_TOKENS, missing_tokens, named_template

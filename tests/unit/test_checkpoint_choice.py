@@ -172,7 +172,7 @@ def test_a_deletion_in_the_background_is_waited_for(tmp_path: Path) -> None:
 import shutil, time
 from pathlib import Path
 from llava_mcore.checkpoint import deletion
-from llava_mcore.launch.process import exit_now
+from llava_mcore.processes.control import exit_now
 rmtree = shutil.rmtree
 shutil.rmtree = lambda folder: (time.sleep(1), rmtree(folder))
 deletion.delete_in_background([Path({str(tmp_path / "old")!r})])

@@ -21,7 +21,7 @@ from llava_mcore.cli import import_hf as import_command
 from llava_mcore.cli import inspect_folder
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.idefics3 import Idefics3

@@ -16,9 +16,9 @@ from PIL import Image, ImageFile
 from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.encoding.picture_header import picture_size
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.encode.picture_header import picture_size
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.pixels import normalize

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.data.encoding.conversation import chat_turns, cook_chat, with_prompt
-from llava_mcore.data.encoding.prompts import POOLS
+from llava_mcore.data.encode.conversation import chat_turns, cook_chat, with_prompt
+from llava_mcore.data.encode.prompts import POOLS
 from llava_mcore.data.samples import Turn, Video
 from llava_mcore.errors import DataError
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 from llava_mcore.training.faults.skipped_samples import SkipBudget
@@ -152,8 +152,8 @@ def test_fault_of_the_program_is_not_taken_for_bad_data(
     def fails(*_: Any) -> None:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr("llava_mcore.data.streams.task_encoder.fit", fails)
-    monkeypatch.setattr("llava_mcore.data.streams.task_encoder.tokenize", fails)
+    monkeypatch.setattr("llava_mcore.data.loader.task_encoder.fit", fails)
+    monkeypatch.setattr("llava_mcore.data.loader.task_encoder.tokenize", fails)
     with pytest.raises(DataError, match=r"shard 00000\d.tar, sample .*AttributeError: no such thing") as caught:
         next(open_loader(dataset, assets))
     assert isinstance(caught.value.__cause__, DataError)
@@ -171,7 +171,7 @@ def test_failures_of_the_system_are_named(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("llava_mcore.data.streams.task_encoder.tokenize", fails)
+    monkeypatch.setattr("llava_mcore.data.loader.task_encoder.tokenize", fails)
     expected = rf"cannot be read: {type(error).__name__}.*{error}.*0000\d\d"
     with pytest.raises(DataError, match=expected) as caught:
         next(open_loader(dataset, assets))
@@ -217,7 +217,7 @@ def test_killed_loader_process_is_reported(
         raise error
 
     loader = open_loader(dataset, assets)
-    monkeypatch.setattr("llava_mcore.data.loading.source.BatchSource.next", dies)
+    monkeypatch.setattr("llava_mcore.data.loader.source.BatchSource.next", dies)
     with pytest.raises(DataError, match=r"a loader process was killed .* lower data\.num_workers"):
         next(loader)
 

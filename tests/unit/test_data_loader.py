@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.processors import PROCESSOR_FILES
-from llava_mcore.data.loading.loader import FORMAT, TrainLoader
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.processors import PROCESSOR_FILES
+from llava_mcore.data.loader.streams import default_num_streams
+from llava_mcore.data.loader.train_loader import FORMAT, TrainLoader
 from llava_mcore.data.samples import Batch
-from llava_mcore.data.streams.streams import default_num_streams
 from llava_mcore.errors import ConfigError, DataError
 from tests.helpers.conversions import forkserver
 from tests.helpers.encoding import tiles

@@ -18,8 +18,8 @@ from megatron.energon.cli.main import main as energon
 from megatron.energon.epathlib import EPath
 
 from llava_mcore.config.load import load_run_config, run_config_yaml
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.loading.loader_process import leave_out_of_collections, loader_process_init
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.loader_process import leave_out_of_collections, loader_process_init
 from llava_mcore.data.storage.dataset_path import check_dataset, fingerprint
 from llava_mcore.data.storage.remote import renew_connections
 from llava_mcore.errors import DataError

@@ -21,14 +21,14 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import CLIPImageProcessor, SiglipImageProcessor
 
-from llava_mcore.data.encoding import images as images_module
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.images import decode_image, decode_pixels, is_plain_jpeg
-from llava_mcore.data.encoding.preprocess import ImagePreprocessor
+from llava_mcore.data.encode import images as images_module
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.images import decode_image, decode_pixels, is_plain_jpeg
+from llava_mcore.data.encode.preprocess import ImagePreprocessor
+from llava_mcore.data.loader import streams
+from llava_mcore.data.loader.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
-from llava_mcore.data.streams import streams
-from llava_mcore.data.streams.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import SameTokens
 from llava_mcore.pixels import normalize

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from llava_mcore.batch_fields import FEATURE_POSITIONS
+from llava_mcore.check_data.examiner import Examiner, Finding
+from llava_mcore.check_data.scan import choose, scan
+from llava_mcore.check_data.show import conversation_text
 from llava_mcore.cli.check import main
-from llava_mcore.data.doctor.examiner import Examiner, Finding
-from llava_mcore.data.doctor.scan import choose, scan
-from llava_mcore.data.doctor.show import conversation_text
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from llava_mcore.models.media import MediaTokens, SameTokens, Size

@@ -12,15 +12,15 @@ import datasets
 import pytest
 import yaml
 
-from llava_mcore.answering.evaluation import score_records
-from llava_mcore.answering.job import DataJob, Job, ReadOptions
-from llava_mcore.answering.transformers_answers import answer_folder
 from llava_mcore.cli import evaluate as evaluate_command
 from llava_mcore.cli.evaluate import main
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import DataError, problems
-from llava_mcore.generation.records import Record
-from llava_mcore.generation.settings import TokenSampling
+from llava_mcore.inference.answering.evaluation import score_records
+from llava_mcore.inference.answering.job import DataJob, Job, ReadOptions
+from llava_mcore.inference.answering.transformers_answers import answer_folder
+from llava_mcore.inference.generation.records import Record
+from llava_mcore.inference.generation.settings import TokenSampling
 from llava_mcore.training.answers.result import scored
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_hf import make_hf_llava

@@ -20,7 +20,7 @@ from benchmarks.marked_tables import ROOT, TABLES, with_table
 from llava_mcore.cli import build, generate, train
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.run import launch
+from llava_mcore.launch import start as launch
 from tests.helpers.recipes import EXAMPLES, MODELS, Command, commands, make_places
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_audio import make_hf_audio

@@ -13,7 +13,7 @@ from llava_mcore import parallel  # noqa: F401  before megatron.core
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions, part_configs

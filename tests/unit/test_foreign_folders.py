@@ -19,7 +19,7 @@ from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.cli import check, export_hf
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import DataError
 from tests.helpers.tiny_hf import make_hf_llava
 

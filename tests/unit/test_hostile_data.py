@@ -22,9 +22,9 @@ from PIL import Image
 
 from llava_mcore.cli import prepare as prepare_app
 from llava_mcore.config.sections.data import DataConfig, Limits
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.storage.dataset_path import num_names
 from llava_mcore.errors import ConfigError, DataError, LlavaMcoreError
 from llava_mcore.templates.bounded import check_bounds
@@ -439,7 +439,7 @@ def test_code_of_a_folder_is_not_run(hf: Path, tmp_path: Path) -> None:
             settings["tokenizer_class"] = "A"
         file.write_text(json.dumps(settings))
     script = (
-        "import sys, pathlib\nfrom llava_mcore.data.encoding.assets import load_assets\n"
+        "import sys, pathlib\nfrom llava_mcore.data.encode.assets import load_assets\n"
         "load_assets(pathlib.Path(sys.argv[1]))"
     )
     subprocess.run(

@@ -21,8 +21,8 @@ from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.cli import inspect_folder
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.text.around_media import rewritten
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.text.around_media import rewritten
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.models.media import AroundMedia, Size

@@ -17,7 +17,6 @@ import pytest
 
 from llava_mcore.__main__ import main
 from llava_mcore.errors import ConfigError
-from llava_mcore.launch.process import run_child
 from llava_mcore.launch.singularity import (
     REPOSITORY,
     bind_folders,
@@ -28,11 +27,12 @@ from llava_mcore.launch.singularity import (
     without_image,
 )
 from llava_mcore.launch.torchrun_command import ALLOCATOR, torchrun_argv, worker_env
+from llava_mcore.processes.control import run_child
 
 
 def test_torchrun_command() -> None:
     assert torchrun_argv(4, "some.worker", ["--config", "/a b/run.yaml"])[1:] == [
-        *("-m", "llava_mcore.run.torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
+        *("-m", "llava_mcore.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
         *("-m", "some.worker", "--config", "/a b/run.yaml"),
     ]
 
@@ -88,7 +88,7 @@ pathlib.Path({str(tmp_path)!r}, "ready").touch()
 time.sleep(30)
 """
     argv = [sys.executable, "-c", child]
-    code = f"import sys; from llava_mcore.launch.process import run_child as run; sys.exit(run({argv!r}))"
+    code = f"import sys; from llava_mcore.processes.control import run_child as run; sys.exit(run({argv!r}))"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
     wait_for(tmp_path / "ready")
     yield process
@@ -261,7 +261,7 @@ def test_missing_image_and_missing_engine(tmp_path: Path, monkeypatch: pytest.Mo
 
 LEAVES = """
     import atexit, sys
-    from llava_mcore.launch.process import exit_now
+    from llava_mcore.processes.control import exit_now
 
     class Kept:
         def __del__(self):
@@ -283,7 +283,9 @@ def test_a_worker_leaves_without_tearing_the_interpreter_down() -> None:
 
 
 def test_leaving_into_a_closed_pipe_is_quiet() -> None:
-    code = "import sys; from llava_mcore.launch.process import exit_now; sys.stdin.read(); print('unread'); exit_now(3)"
+    code = (
+        "import sys; from llava_mcore.processes.control import exit_now; sys.stdin.read(); print('unread'); exit_now(3)"
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # else print would fail, not the flush
     with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, env=buffered) as process:

@@ -17,7 +17,7 @@ from llava_mcore.compat.graphs import DropActivations
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run, loader_multiple
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.groups import join_alone
 from llava_mcore.training.faults.skipped_samples import SkipBudget

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from llava_mcore.data.loading.loader_process import loader_process_init
+from llava_mcore.data.loader.loader_process import loader_process_init
 
 
 class Numbers(Dataset[int]):
@@ -43,7 +43,7 @@ ORPHANS = """
 import socket, sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
-from llava_mcore.data.loading import loader_process
+from llava_mcore.data.loader import loader_process
 
 class Large(Dataset):
     def __getitem__(self, index):

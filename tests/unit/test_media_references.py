@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encoding.sound.sound_files import decode_sound
-from llava_mcore.data.prepare.media.pictures import read_picture
-from llava_mcore.data.prepare.media.sounds import read_sound
-from llava_mcore.data.prepare.media.videos import read_video
-from llava_mcore.data.prepare.row_types import BadSample
-from llava_mcore.data.prepare.sampling import Sampling
+from llava_mcore.data.encode.sound.sound_files import decode_sound
 from llava_mcore.errors import DataError
 from llava_mcore.files.near_match import near_hint, shortened
+from llava_mcore.prepare.media.pictures import read_picture
+from llava_mcore.prepare.media.sounds import read_sound
+from llava_mcore.prepare.media.videos import read_video
+from llava_mcore.prepare.row_types import BadSample
+from llava_mcore.prepare.sampling import Sampling
 from tests.helpers.prepare_cases import make
 from tests.unit.test_data_shards import picture
 

@@ -10,8 +10,8 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.evaluation.languages import tokenizer_for
-from llava_mcore.evaluation.metrics import Answered, anls, bleu, cider, exact_match, rouge, score
+from llava_mcore.inference.evaluation.languages import tokenizer_for
+from llava_mcore.inference.evaluation.metrics import Answered, anls, bleu, cider, exact_match, rouge, score
 
 ENGLISH = (
     Answered("a cat sits on the mat today", ("a cat sits on the mat", "the cat sat there")),

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from megatron.energon.typed_converter import JsonParser
 
+from llava_mcore.check_data.examiner import Examiner
 from llava_mcore.compat.energon import named_code
 from llava_mcore.compat.energon.named_code import refuse_named_code
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.doctor.examiner import Examiner
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from tests.helpers.bad_data_makers import CRUDE, VQA, good

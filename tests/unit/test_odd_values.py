@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.budgets import media_budgets
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.budgets import media_budgets
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from tests.helpers.cases import EACH_CLASS, make_case

@@ -11,8 +11,8 @@ import pytest
 from megatron.energon.epathlib import EPath
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.storage import open_shards
 from llava_mcore.data.storage.open_shards import OpenShards
 from llava_mcore.errors import DataError

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llava_mcore.data.encoding.encode import TooLongError, cut, fit
-from llava_mcore.data.packing.best_fit import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
+from llava_mcore.data.encode.encode import TooLongError, cut, fit
+from llava_mcore.data.loader.best_fit import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
+from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import EncodedSample, TokenConversation
-from llava_mcore.data.streams.collate import collate
 from tests.helpers.encoding import placed
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llava_mcore.cli.flags.serve import MAX_REQUEST_BYTES
-from llava_mcore.serving import page
+from llava_mcore.inference.serving import page
 from tests.helpers.world import free_port
 
 Answer = Callable[[dict[str, Any], list[dict[str, Any]]], Iterator[str]]

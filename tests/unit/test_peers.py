@@ -23,8 +23,8 @@ from benchmarks.peer_model import Inputs, Peer, Stack, build
 from benchmarks.shapes import SHAPES, make_hf_folder, random_sizes
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.pixels import NO_SCALE
 
 CPU = torch.device("cpu")

@@ -17,17 +17,17 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import CLIPImageProcessor, Idefics2ImageProcessor
 from transformers.image_utils import load_image
 
-from llava_mcore.answering.user_files import read_picture as read_users_picture
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encoding.images import decode_frames, decode_image, decode_pixels
-from llava_mcore.data.encoding.picture_header import picture_size, read_header
-from llava_mcore.data.encoding.placeholders import video_shape
-from llava_mcore.data.encoding.preprocess import to_rgb_of
-from llava_mcore.data.prepare.media.item_options import Resizing
-from llava_mcore.data.prepare.media.pictures import inspect, read_picture
-from llava_mcore.data.prepare.row_types import BadSample, Reason
+from llava_mcore.data.encode.images import decode_frames, decode_image, decode_pixels
+from llava_mcore.data.encode.picture_header import picture_size, read_header
+from llava_mcore.data.encode.placeholders import video_shape
+from llava_mcore.data.encode.preprocess import to_rgb_of
 from llava_mcore.data.samples import Video
 from llava_mcore.errors import DataError
+from llava_mcore.inference.answering.user_files import read_picture as read_users_picture
+from llava_mcore.prepare.media.item_options import Resizing
+from llava_mcore.prepare.media.pictures import inspect, read_picture
+from llava_mcore.prepare.row_types import BadSample, Reason
 
 WIDTH, HEIGHT = 11, 6
 ORIENTATION = 0x0112

@@ -15,14 +15,14 @@ from megatron.energon.cli.main import main as energon
 from PIL import Image
 
 from llava_mcore.__main__ import main
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
-from llava_mcore.data.prepare.listing import read_listing
-from llava_mcore.data.prepare.output.finish import split_shards
-from llava_mcore.data.prepare.shard_plan import Counting, Options
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.conversation import TextDecoder, cook_chat
 from llava_mcore.data.samples import IMAGE_MARK, ChatSample, Turn
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.listing import read_listing
+from llava_mcore.prepare.output.finish import split_shards
+from llava_mcore.prepare.shard_plan import Counting, Options
 from tests.helpers import prepare_cases as cases
 from tests.helpers.encoding import encoded
 from tests.helpers.prepare_cases import Case, chat_cases, contents, make, picture, read_back, vqa_cases

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from llava_mcore.__main__ import main
-from llava_mcore.data.prepare.row_types import Reason
-from llava_mcore.data.prepare.shard_plan import Options
-from llava_mcore.data.prepare.sources.lines import BOM
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.row_types import Reason
+from llava_mcore.prepare.shard_plan import Options
+from llava_mcore.prepare.sources.lines import BOM
 from tests.helpers import prepare_cases as cases
 from tests.helpers.prepare_cases import contents, make, picture, read_back, vqa_cases
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llava_mcore.data.prepare.media.pictures import read_picture
-from llava_mcore.data.prepare.record_layouts import Keys, parse
-from llava_mcore.data.prepare.row_types import BadSample
-from llava_mcore.data.prepare.shard_plan import Options
-from llava_mcore.data.prepare.sources.base import Cuts
-from llava_mcore.data.prepare.sources.detect import Format, Opening, find_files
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.media.pictures import read_picture
+from llava_mcore.prepare.record_layouts import Keys, parse
+from llava_mcore.prepare.row_types import BadSample
+from llava_mcore.prepare.shard_plan import Options
+from llava_mcore.prepare.sources.base import Cuts
+from llava_mcore.prepare.sources.detect import Format, Opening, find_files
 from tests.helpers import prepare_cases as cases
 from tests.helpers.prepare_cases import Case, chat_cases, contents, make, picture, read_back, shard_bytes, vqa_cases
 
@@ -170,7 +170,7 @@ def test_json_lists_are_cut_at_the_right_bytes(
 ) -> None:
     """Whatever stands in the list, however small the blocks: the segments hold exactly its elements."""
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llava_mcore.data.prepare.sources.array.BLOCK", block)
+        patch.setattr("llava_mcore.prepare.sources.array.BLOCK", block)
         path = Path(name) / "list.json"
         path.write_text(json.dumps(values, ensure_ascii=False, indent=indent), encoding="utf-8")
         (file,) = find_files(path, Opening())

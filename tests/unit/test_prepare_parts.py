@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.data.prepare.sources.detect import Opening
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.sources.detect import Opening
 from tests.helpers.prepare_cases import make, read_back
 from tests.unit.test_data_shards import picture
 

@@ -18,15 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
-from llava_mcore.data.prepare.journal import Journal
-from llava_mcore.data.prepare.output import finish
-from llava_mcore.data.prepare.output.shard import ShardMaker
-from llava_mcore.data.prepare.output.tar_file import ShardWriter
-from llava_mcore.data.prepare.shard_plan import Options
-from llava_mcore.data.prepare.sources.base import Cuts
-from llava_mcore.data.prepare.sources.detect import Opening, find_files
 from llava_mcore.data.storage.dataset_path import META, SCRATCH, check_dataset
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.journal import Journal
+from llava_mcore.prepare.output import finish
+from llava_mcore.prepare.output.shard import ShardMaker
+from llava_mcore.prepare.output.tar_file import ShardWriter
+from llava_mcore.prepare.shard_plan import Options
+from llava_mcore.prepare.sources.base import Cuts
+from llava_mcore.prepare.sources.detect import Opening, find_files
 from tests.helpers import prepare_cases as cases
 from tests.helpers.commands import ROOT
 from tests.helpers.prepare_cases import Quiet, contents, make, shard_bytes, vqa_cases

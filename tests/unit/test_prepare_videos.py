@@ -20,16 +20,16 @@ from PIL import Image
 
 from llava_mcore.cli import prepare as command
 from llava_mcore.config.sections.data import LIMITS, Limits
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.conversation import TextDecoder, cook_chat
-from llava_mcore.data.encoding.encode import tokenize
-from llava_mcore.data.prepare.media.video_files import NO_PYAV, decode_video, select_frames
-from llava_mcore.data.prepare.media.videos import read_video
-from llava_mcore.data.prepare.row_types import BadSample, Reason
-from llava_mcore.data.prepare.sampling import Sampling
-from llava_mcore.data.prepare.shard_plan import Counting, Options
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.conversation import TextDecoder, cook_chat
+from llava_mcore.data.encode.encode import tokenize
 from llava_mcore.data.samples import ChatSample
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.media.video_files import NO_PYAV, decode_video, select_frames
+from llava_mcore.prepare.media.videos import read_video
+from llava_mcore.prepare.row_types import BadSample, Reason
+from llava_mcore.prepare.sampling import Sampling
+from llava_mcore.prepare.shard_plan import Counting, Options
 from tests.helpers.prepare_cases import make, shard_bytes
 from tests.helpers.tiny_hf import make_hf_llava, make_onevision
 from tests.helpers.videos import greys, noise, turned, video_file

@@ -16,8 +16,6 @@ from transformers import AutoProcessor, AutoVideoProcessor
 from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata
 
-from llava_mcore.answering.job import Layout
-from llava_mcore.answering.megatron_answers import usable_checkpoint
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import import_hf as import_command
@@ -27,11 +25,13 @@ from llava_mcore.config.rules.parallel import check_stages
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.compare_logits import check_logits
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.encoding.pixel_range import write_pixel_range
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.encode.pixel_range import write_pixel_range
 from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConfigError, ConversionError, DataError
+from llava_mcore.inference.answering.job import Layout
+from llava_mcore.inference.answering.megatron_answers import usable_checkpoint
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.limits import require_deepstack_layers

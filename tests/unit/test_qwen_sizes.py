@@ -16,9 +16,9 @@ from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.images import decode_image
-from llava_mcore.data.encoding.placeholders import expand
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.encode.placeholders import expand
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config

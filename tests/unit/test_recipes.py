@@ -84,7 +84,6 @@ def test_the_page_s_environment_is_locked_without_torch() -> None:
     lock = pins("page.lock.txt")
     assert {"gradio", "httpx"} <= lock.keys()
     assert not {"torch", "transformers", "llava-mcore"} & lock.keys()
-    imported = set(
-        re.findall(r"^ *(?:import|from) (\w+)", (ROOT / "llava_mcore/serving/page.py").read_text(), re.MULTILINE)
-    )
+    page = (ROOT / "llava_mcore/inference/serving/page.py").read_text()
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", page, re.MULTILINE))
     assert imported - set(sys.stdlib_module_names) == {"gradio", "httpx"}

@@ -14,17 +14,17 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llava_mcore.__main__ import main
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.encoding.chat_format import ChatFormat
-from llava_mcore.data.encoding.conversation import cook_chat
-from llava_mcore.data.encoding.encode import tokenize
-from llava_mcore.data.encoding.marks import escape, unescape
-from llava_mcore.data.encoding.record_keys import PART, ROW, TURN
-from llava_mcore.data.prepare.record_layouts import Keys, check_turns, parse
-from llava_mcore.data.prepare.record_parts import place_marks
-from llava_mcore.data.prepare.row_types import BadSample, Draft, Reason
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.chat_format import ChatFormat
+from llava_mcore.data.encode.conversation import cook_chat
+from llava_mcore.data.encode.encode import tokenize
+from llava_mcore.data.encode.marks import escape, unescape
+from llava_mcore.data.encode.record_keys import PART, ROW, TURN
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.record_layouts import Keys, check_turns, parse
+from llava_mcore.prepare.record_parts import place_marks
+from llava_mcore.prepare.row_types import BadSample, Draft, Reason
 from tests.helpers.bad_data_makers import index, write_tar
 from tests.helpers.prepare_cases import make, read_back
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_tokenizer

@@ -14,7 +14,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_devices, check_layout, check_run
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.generation.settings import Settings
+from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.models.limits import require_within
 
 DIMS = ModelDims(

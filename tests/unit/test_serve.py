@@ -26,11 +26,11 @@ from transformers.cli.serving import utils as serving_utils
 from llava_mcore.cli.flags.serve import DEFAULT_PORT
 from llava_mcore.cli.serve import main
 from llava_mcore.compat.transformers_serving import load_handler
-from llava_mcore.data.encoding.images import decode_pixels
+from llava_mcore.data.encode.images import decode_pixels
+from llava_mcore.inference.serving.app import build_app
+from llava_mcore.inference.serving.requests import RequestError, ServedModel, check_chat
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
-from llava_mcore.serving.app import build_app
-from llava_mcore.serving.requests import RequestError, ServedModel, check_chat
 from tests.helpers.bad_data_samples import animated, picture, rotated
 from tests.helpers.cases import EACH_CLASS, Case, make_sharp_case
 from tests.helpers.commands import ROOT

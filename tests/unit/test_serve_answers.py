@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 from transformers import AutoProcessor, GenerationConfig, LlavaForConditionalGeneration
 
 from llava_mcore.compat.transformers_serving import StopCut, load_handler
-from llava_mcore.serving.app import build_app
-from llava_mcore.serving.requests import ServedModel
+from llava_mcore.inference.serving.app import build_app
+from llava_mcore.inference.serving.requests import ServedModel
 from tests.helpers.server import request
 from tests.helpers.shards import jpeg
 from tests.helpers.tiny_hf import make_hf_llava

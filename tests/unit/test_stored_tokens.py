@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.cli.check import main as check
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.chat_format import ChatFormat
-from llava_mcore.data.encoding.encode import stored_tokens, tokenize
-from llava_mcore.data.encoding.stored_tokens import TOKENS_KEY, digest_of, from_json, is_by, to_json
-from llava_mcore.data.encoding.text.tokens import TextTokens
-from llava_mcore.data.prepare.shard_plan import Counting, Options
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.chat_format import ChatFormat
+from llava_mcore.data.encode.encode import stored_tokens, tokenize
+from llava_mcore.data.encode.stored_tokens import TOKENS_KEY, digest_of, from_json, is_by, to_json
+from llava_mcore.data.encode.text.tokens import TextTokens
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.shard_plan import Counting, Options
 from tests.helpers.bad_data_makers import index, write_tar
 from tests.helpers.prepare_cases import chat_cases, make, write_sharegpt
 from tests.unit.test_data_loader import assert_equal, open_loader, take

@@ -18,8 +18,8 @@ from megatron.energon.flavors.webdataset.structs import ShardInfo
 from llava_mcore.cli import prepare as prepare_app
 from llava_mcore.compat.energon.memory import forget_read_members
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.loading.loader import TrainLoader
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.shard_reader import ShardReader
 from tests.helpers.bad_data_makers import ANSWERED, ASKED, index, messages, picture

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llava_mcore.compat.torchrun import limit_closing
-from llava_mcore.run.torchrun import Run, cause
-from llava_mcore.run.worker import lost_connection
+from llava_mcore.launch.torchrun import Run, cause
+from llava_mcore.launch.worker import lost_connection
 
 
 def failures(**codes: int) -> dict[int, Any]:

@@ -18,8 +18,8 @@ from llava_mcore.config.flags import parse_command_line
 from llava_mcore.config.load import load_run_config, run_config_yaml, save_run_config
 from llava_mcore.config.sections.checkpoint import CheckpointConfig
 from llava_mcore.errors import CheckpointError
-from llava_mcore.run import launch
-from llava_mcore.run.preflight import resolve
+from llava_mcore.launch import start as launch
+from llava_mcore.launch.preflight import resolve
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -120,7 +120,7 @@ def test_dry_run_shows_the_run_and_writes_nothing(folders: Folders, capsys: pyte
     printed = capsys.readouterr().out
     assert "precision: fp32" in printed
     assert "backend: gloo" in printed
-    assert f"--nproc-per-node 2 -m llava_mcore.run.worker --config {folders.save}/r/run.yaml" in printed
+    assert f"--nproc-per-node 2 -m llava_mcore.launch.worker --config {folders.save}/r/run.yaml" in printed
     assert not folders.save.exists()
 
 
@@ -273,7 +273,7 @@ def test_submit_into_an_image_checks_image_model_data_and_layout(
         == "note: no checkpoint is saved: --save saves at the end of a run, --save-interval N also every N iterations\n"
     )
     # A machine without our libraries checks what it can, and says what it cannot.
-    monkeypatch.setitem(sys.modules, "llava_mcore.run.assets", None)
+    monkeypatch.setitem(sys.modules, "llava_mcore.training.assets", None)
     assert train.main([*flags, "--save"]) == 0
     assert "not checked, because this machine has no" in capsys.readouterr().err
     assert "--data-path" in refusal([*flags, "--data-path", "missing"], capsys)

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from llava_mcore.cli import prepare as prepare_app
 from llava_mcore.cli.check import main as check
 from llava_mcore.config.sections.data import Handling
-from llava_mcore.data.encoding.assets import load_assets
-from llava_mcore.data.encoding.chat_format import ChatFormat
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.encode.chat_format import ChatFormat
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.templates.named import NAMES, named_template

@@ -15,8 +15,8 @@ from PIL import Image
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encoding.assets import Assets
-from llava_mcore.data.loading.validation_data import ValidationData, quotas
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.validation_data import ValidationData, quotas
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from llava_mcore.parallel.batch import fill_rows, without_loss

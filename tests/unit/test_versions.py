@@ -106,7 +106,7 @@ def test_a_training_process_says_so_on_the_first_rank(rank: int, tmp_path: Path)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.0\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-m", "llava_mcore.run.worker", "--config", str(tmp_path / "absent.yaml")],
+        [sys.executable, "-m", "llava_mcore.launch.worker", "--config", str(tmp_path / "absent.yaml")],
         env=os.environ | {"PYTHONPATH": path, "RANK": str(rank)},
         capture_output=True,
         text=True,

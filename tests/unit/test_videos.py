@@ -21,9 +21,9 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 
 from llava_mcore.batch_fields import NEWLINE_POSITIONS, RESIZED_POSITIONS, RESIZED_ROWS, RESIZED_WEIGHTS
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encoding.assets import Assets, load_assets
-from llava_mcore.data.encoding.encode import tokenize
-from llava_mcore.data.encoding.placeholders import video_shape
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.encode import tokenize
+from llava_mcore.data.encode.placeholders import video_shape
 from llava_mcore.data.samples import Conversation, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.registry import architecture_of

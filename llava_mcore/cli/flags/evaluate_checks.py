@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base
-from llava_mcore.answering.job import Layout, ReadOptions
-from llava_mcore.answering.lmms_harness import require_lmms
-from llava_mcore.answering.megatron_answers import usable_checkpoint
 from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
 from llava_mcore.cli.flags.evaluate import answer_defaults
 from llava_mcore.cli.generate import reading_of, sampling_of
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
-from llava_mcore.evaluation.libraries import require_libraries
-from llava_mcore.evaluation.lm_harness import find_tasks, require_data
-from llava_mcore.evaluation.tasks import TaskSettings
-from llava_mcore.generation.settings import TokenSampling, read_settings, require_known
+from llava_mcore.inference.answering.job import Layout, ReadOptions
+from llava_mcore.inference.answering.lmms_harness import require_lmms
+from llava_mcore.inference.answering.megatron_answers import usable_checkpoint
+from llava_mcore.inference.evaluation.libraries import require_libraries
+from llava_mcore.inference.evaluation.lm_harness import find_tasks, require_data
+from llava_mcore.inference.evaluation.tasks import TaskSettings
+from llava_mcore.inference.generation.settings import TokenSampling, read_settings, require_known
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.whole_folder import open_whole_folder
 

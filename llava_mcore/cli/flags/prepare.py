@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from llava_mcore.cli.flags.samples import above_zero, add_frame_flags, add_pixel_flags, add_sample_flags, positive
-from llava_mcore.data.prepare.formats import FORMATS
+from llava_mcore.prepare.formats import FORMATS
 
 EPILOG = """\
 formats (detected, or set with --format):

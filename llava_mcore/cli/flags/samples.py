@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import get_args
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
-from llava_mcore.data.prepare.sampling import Sampling
 from llava_mcore.errors import ConfigError
+from llava_mcore.prepare.sampling import Sampling
 
 MEANINGS = {
     "sample_bytes": "bytes of a sample, its json, pictures, frames and sounds together",

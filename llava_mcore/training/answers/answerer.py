@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llava_mcore.config.rules.all_rules import pad_multiple
-from llava_mcore.data.encoding.assets import Assets
+from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.generation.generate import generate
-from llava_mcore.generation.questions import Question, Questions
-from llava_mcore.generation.records import PromptQueue, Record
-from llava_mcore.generation.settings import Settings, TokenSampling, read_settings, require_known
+from llava_mcore.inference.generation.generate import generate
+from llava_mcore.inference.generation.questions import Question, Questions
+from llava_mcore.inference.generation.records import PromptQueue, Record
+from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings, require_known
 from llava_mcore.parallel.groups import agree, gather_to_all
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.answers.result import AnswersResult, Example, scored

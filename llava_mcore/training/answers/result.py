@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llava_mcore.evaluation.metrics import Answered, score
-from llava_mcore.generation.records import Record
+from llava_mcore.inference.evaluation.metrics import Answered, score
+from llava_mcore.inference.generation.records import Record
 
 CONSOLE_METRICS = ("exact_match", "rougeL", "bleu")
 """Metrics of the console line."""

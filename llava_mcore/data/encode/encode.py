@@ -1,0 +1,144 @@
+"""A conversation -> tokens, at most a sequence. Its media stay encoded: packing only needs lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, takewhile
+
+import numpy as np
+
+from llava_mcore.config.sections.data import Limits
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.marks import NAMES
+from llava_mcore.data.encode.placeholders import audio_tokens, expand, in_order, media_tokens, video_tokens
+from llava_mcore.data.encode.stored_tokens import TOKENS_KEY, from_json, is_by, is_of
+from llava_mcore.data.encode.text.tokens import TextTokens
+from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video
+from llava_mcore.errors import DataError
+from llava_mcore.models.media import MediaPlan, MediaTokens
+
+
+class TooLongError(DataError):
+    """A conversation that does not fit into a sequence, or has more patches than a pack may have."""
+
+
+def check_length(turns: Sequence[Turn], limits: Limits) -> None:
+    """Raise DataError for a conversation with too many characters, because tokenizing takes time and memory."""
+    num_chars = sum(len(turn.text) for turn in turns)
+    if num_chars > limits.text_chars:
+        raise DataError(
+            f"the conversation has {num_chars} characters; the limit is {limits.text_chars} (max_text_chars)"
+        )
+
+
+def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
+    """Return all tokens of a conversation: the stored ones if tokenizer, template and text are still the same.
+
+    Raises DataError if the template cannot render it, or stored tokens do not belong to it.
+    """
+    check_length(conversation.turns, assets.limits)
+    check_media(conversation, assets)
+    text = stored_tokens(conversation, assets)
+    if text is None:
+        text = assets.chat.tokens(conversation.turns, conversation.num_media, conversation.tools)
+    return expanded(text, conversation, assets, key)
+
+
+def check_media(conversation: Conversation, assets: Assets) -> None:
+    """Raise DataError for media that cannot be used, and for too many pictures, frames or sounds."""
+    limits, frames = assets.limits, conversation.frames
+    for mark, count in conversation.num_media.items():
+        if count and mark in assets.refused:
+            raise DataError(f"it has a {NAMES[mark]}, but {assets.refused[mark]}")
+    if len(frames) > limits.frames:
+        raise DataError(f"its videos have {len(frames)} frames; the limit is {limits.frames} (max_frames)")
+    num_bytes = sum(map(len, (*conversation.images, *frames, *(sound.data for sound in conversation.audios))))
+    if num_bytes > limits.sample_bytes:
+        raise DataError(
+            f"its pictures, frames and sounds have {num_bytes} bytes; the limit is {limits.sample_bytes} "
+            "(max_sample_bytes)"
+        )
+
+
+def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
+    """Return a conversation's tokens with those of its media. DataError for media that cannot be read."""
+    plan, most_pixels = assets.plan, assets.limits.picture_pixels
+    images = zip(conversation.images, media_tokens(conversation.images, plan, most_pixels), strict=True)
+    videos = zip(conversation.videos, video_tokens(conversation.videos, plan, most_pixels), strict=True)
+    audios = zip(conversation.audios, audio_tokens(conversation.audios, plan), strict=True)
+    ordered: list[tuple[bytes | Video | Sound, MediaTokens]] = in_order(text.ids, [*images], [*videos], [*audios], plan)
+    tokens = expand(text, plan.placeholders, [item for _, item in ordered])
+    placed = (MediaSpan(data, int(start), item) for (data, item), start in zip(ordered, tokens.starts, strict=True))
+    return TokenConversation(key, tokens.input_ids, tokens.trained, tuple(placed), truncated=False, typed=tokens.typed)
+
+
+def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | None:
+    """Return the tokens that were stored with a conversation, with one placeholder per picture, video and sound.
+
+    None if there are none, or if they differ from what would be computed now.
+
+    Raises DataError if they are damaged.
+    """
+    stored = conversation.tokens
+    if not is_by(stored, assets.chat.fingerprint) or not is_of(stored, conversation.turns, conversation.tools):
+        return None
+    tokens = from_json(conversation.tokens)
+    for mark, token_id in assets.chat.media_ids.items():
+        count = conversation.num_media[mark]
+        if np.count_nonzero(tokens.ids == token_id) != count:
+            raise DataError(f"its {TOKENS_KEY} are not those of {count} {NAMES[mark]}s; prepare the data again")
+    return tokens
+
+
+def fit(
+    tokens: TokenConversation,
+    seq_length: int,
+    truncate: bool,
+    *,
+    most_patches: int | None = None,
+    unit: str = MediaPlan.unit,
+) -> TokenConversation:
+    """Return the conversation if it keeps to both budgets, else its beginning if it may be truncated.
+
+    Args:
+        most_patches: data.max_media_tokens.
+        unit: what that counts (`MediaPlan.unit`).
+
+    Raises:
+        TooLongError: it may not be truncated, or nothing to train on would be left.
+    """
+    over, raised = [], []
+    if len(tokens) > seq_length:
+        over.append(f"{len(tokens)} tokens (media included), but data.seq_length is {seq_length}")
+        raised.append("data.seq_length (--seq-length)")
+    if most_patches is not None and tokens.num_patches > most_patches:
+        over.append(f"{tokens.num_patches} {unit}, but data.max_media_tokens is {most_patches}")
+        raised.append("data.max_media_tokens")
+    if not over:
+        return tokens
+    excess = f"the sample has {'; and '.join(over)}"
+    if not truncate:
+        raise TooLongError(f"{excess}; raise {' and '.join(raised)}, or choose --on-too-long drop or truncate")
+    shorter = cut(tokens, seq_length, most_patches)
+    if not shorter.trained.any():
+        raise TooLongError(f"{excess}; if it is truncated, nothing to train on is left")
+    return shorter
+
+
+def cut(tokens: TokenConversation, seq_length: int, most_patches: int | None = None) -> TokenConversation:
+    """Return the beginning that keeps to both budgets, without a picture, video or sound that would be cut in two.
+
+    The remaining pictures keep the tokens that they had among all pictures.
+    """
+    patches = accumulate(item.tokens.num_patches for item in tokens.media)
+    fitting = takewhile(
+        lambda pair: pair[0].end <= seq_length and (most_patches is None or pair[1] <= most_patches),
+        zip(tokens.media, patches, strict=True),
+    )
+    complete = tuple(item for item, _ in fitting)
+    left_out = tokens.media[len(complete) :]
+    end = min(seq_length, left_out[0].start) if left_out else seq_length
+    return replace(
+        tokens, input_ids=tokens.input_ids[:end], trained=tokens.trained[:end], media=complete, truncated=True
+    )

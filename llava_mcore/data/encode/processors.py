@@ -1,0 +1,139 @@
+"""Loads the processors of a Hugging Face folder: those of pictures, videos and sound, and how media become tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+
+from llava_mcore.config.sections.data import Limits, PixelRange
+from llava_mcore.data.encode.pixel_range import FRAMES, range_problems, set_pixel_range
+from llava_mcore.data.encode.preprocess import ImagePreprocessor, MediaPreprocessor, load_image_processor
+from llava_mcore.data.encode.sound.processor import Audios, SoundPreprocessor, choose_audios
+from llava_mcore.data.encode.video_processor import Videos, choose_videos
+from llava_mcore.errors import ConversionError, DataError
+from llava_mcore.files.json_files import read_object
+from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.models.architectures.hf_config import VALUE_ERRORS
+from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.audio.clip_plan import AudioPlan
+from llava_mcore.models.media import MediaPlan, Processing
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+LOAD_ERRORS = (*VALUE_ERRORS, OSError, RuntimeError, ImportError, StrictDataclassError)
+"""Errors that transformers raises for missing or invalid files."""
+
+
+@dataclass(frozen=True)
+class Processors:
+    """The processors of pictures (None: the class takes none, or there is a problem with it), videos and sounds."""
+
+    images: BaseImageProcessor | None = None
+    videos: Videos = field(default_factory=Videos)
+    audios: Audios = field(default_factory=Audios)
+
+
+def load_processors(
+    folders: list[Path],
+    config: PretrainedConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    pixels: PixelRange,
+    video_pixels: PixelRange,
+    errors: list[str],
+) -> Processors:
+    """Load the processors of what the class of `config` takes.
+
+    Args:
+        folders: where to look, in this order.
+        config, tokenizer: None if they could not be loaded; then as much as possible is checked.
+        pixels, video_pixels: the ranges of resized pictures and frames.
+        errors: gets a line for everything that is missing or does not match.
+    """
+    images = _load_image_processor(folders, errors) if config is None or architecture_of(config).takes_images else None
+    if config is not None and images is not None:
+        wrong = range_problems(images, config)
+        errors += wrong or set_pixel_range(images, pixels, config)
+    if config is None or tokenizer is None:
+        return Processors(images)
+    audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, errors)
+    videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
+    if videos.processor is not None:
+        wrong = range_problems(videos.processor, config, FRAMES)
+        errors += wrong or set_pixel_range(videos.processor, video_pixels, config, FRAMES)
+    elif video_pixels != PixelRange():
+        errors.append(f"{FRAMES.typed_flags(video_pixels)} cannot be used: {videos.reason}")
+    return Processors(images, videos, audios)
+
+
+def _load_image_processor(folders: list[Path], errors: list[str]) -> BaseImageProcessor | None:
+    folder = next((f for f in folders if any((f / name).is_file() for name in PROCESSOR_FILES)), None)
+    if folder is None:
+        errors.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
+        return None
+    try:
+        return load_image_processor(folder)
+    except (*LOAD_ERRORS, DataError) as error:
+        errors.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
+        return None
+
+
+def media_preprocessor(
+    processors: Processors,
+    config: PretrainedConfig | None,
+    plan: MediaPlan | None,
+    limits: Limits,
+    errors: list[str],
+) -> MediaPreprocessor | None:
+    """Return what turns encoded media into the tower's input; None after a problem, which is added to `errors`."""
+    if config is None or plan is None:
+        return None
+    if isinstance(plan, AudioPlan):
+        assert processors.audios.extractor is not None, "there is no plan without one"
+        return SoundPreprocessor(processors.audios.extractor, plan)
+    if processors.images is None:
+        return None
+    try:
+        shape = architecture_of(config).pixel_shape(config)
+        return ImagePreprocessor(processors.images, shape, plan, limits.picture_pixels, processors.videos.processor)
+    except (*LOAD_ERRORS, DataError) as error:
+        errors.append(f"the image processor cannot be used: {why_not_loaded(error)}")
+        return None
+
+
+def media_plan(
+    folders: list[Path],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processors: Processors,
+    errors: list[str],
+) -> MediaPlan | None:
+    """Return how media become tokens; a processor with different tokens for pictures is reported."""
+    architecture, images, audios = architecture_of(config), processors.images, processors.audios.extractor
+    file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
+    settings = None if file is None else _read_json(file, errors)
+    try:
+        if settings is not None:
+            errors += [f"{file}: {problem}" for problem in architecture.processor_problems(config, settings)]
+        if tokenizer is None or (images if architecture.takes_images else audios) is None:
+            return None
+        how = Processing(tokenizer, images, settings or {}, processors.videos.processor, audios)
+        return architecture.media(config, how)
+    except ConversionError as error:
+        errors.append(str(error))
+    except LOAD_ERRORS as error:
+        errors.append(
+            f"config.json or the processor's settings in {folders[0]} have a value that cannot be used ({error!r}): "
+            "correct it, or take the files of the original model"
+        )
+    return None
+
+
+def _read_json(file: Path, errors: list[str]) -> dict[str, Any] | None:
+    try:
+        return read_object(file, DataError)
+    except DataError as error:
+        errors.append(str(error))
+        return None

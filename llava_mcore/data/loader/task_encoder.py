@@ -1,0 +1,191 @@
+"""Connects energon to the functions of this package."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.energon import (
+    Cooker,
+    LimitDataset,
+    Sample,
+    SavableDataset,
+    SkipSample,
+    TaskEncoder,
+    WorkerConfig,
+    stateless,
+)
+
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat, with_prompt
+from llava_mcore.data.encode.encode import TooLongError, fit, tokenize
+from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
+from llava_mcore.data.loader.collate import collate
+from llava_mcore.data.loader.packed_dataset import PackingDataset
+from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.samples import (
+    Batch,
+    ChatSample,
+    Conversation,
+    EncodedSample,
+    TokenConversation,
+    TokenSample,
+)
+from llava_mcore.errors import DataError
+
+
+class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
+    """Tokenizes samples, packs them if configured, decodes pictures and builds batches.
+
+    Every step is stateless, so the position in the data can be restored exactly. Pictures are decoded last: the buffers
+    for shuffling and packing hold them encoded.
+    """
+
+    decoder = TextDecoder()
+    cookers = (Cooker(cook_chat),)
+
+    def __init__(
+        self,
+        data: DataConfig,
+        assets: Assets,
+        skips: Skips,
+        *,
+        seed: int = 0,
+        pad_multiple: int = 8,
+        most_samples: int | None = None,
+    ) -> None:
+        """Store what the steps need.
+
+        Args:
+            seed: chooses a sample's prompt if its dataset has a pool of them.
+            pad_multiple: see `collate`.
+            most_samples: maximum samples to read from the stream, before packing; None: all.
+        """
+        self.most_samples = most_samples
+        self.data = data
+        self.seed = seed
+        self.pad_multiple = pad_multiple
+        self.assets = assets
+        self.skips = skips
+
+    @stateless
+    def preencode_sample(self, sample: Sample) -> TokenSample:
+        """Tokenize one sample. DataError if it is broken or does not fit."""
+        chat = chat_from_standard(sample)
+        single = len(chat.conversations) == 1
+        if not single and not self.data.packing:
+            raise DataError("the sample was packed when it was written; train with --packing")
+        keys = [chat.__key__ if single else f"{chat.__key__}#{i}" for i in range(len(chat.conversations))]
+        conversations = [
+            self._fitted(tokenize(self.prompted(chat, conversation, key), self.assets, key))
+            for key, conversation in zip(keys, chat.conversations, strict=True)
+        ]
+        num_patches = sum(conversation.num_patches for conversation in conversations)
+        tokens = TokenSample.derive_from(
+            chat, conversations=conversations, num_tokens=sum(map(len, conversations)), num_patches=num_patches
+        )
+        limit = self.data.max_media_tokens
+        if limit is not None and num_patches > limit:  # each conversation has fewer
+            raise TooLongError(
+                f"a pack with {num_patches} {self.assets.plan.unit} was written, but data.max_media_tokens is {limit}; "
+                "raise that, or prepare the data without --pack-to"
+            )
+        if tokens.num_tokens > self.data.seq_length:
+            raise DataError(
+                f"a pack of {tokens.num_tokens} tokens was written, but data.seq_length is {self.data.seq_length}; "
+                "train with the sequence length (--pack-to) and the tokenizer that the data was prepared with"
+            )
+        return tokens
+
+    def _fitted(self, tokens: TokenConversation) -> TokenConversation:
+        """Return a conversation, truncated if it must be and may be. TooLongError like `fit`."""
+        return fit(
+            tokens,
+            self.data.seq_length,
+            self.data.on_too_long == "truncate",
+            most_patches=self.data.max_media_tokens,
+            unit=self.assets.plan.unit,
+        )
+
+    def prompted(self, chat: ChatSample, conversation: Conversation, key: str) -> Conversation:
+        """Return the conversation with a question from its dataset's prompt pool, if that has one."""
+        pool = (chat.__subflavors__ or {}).get(POOL_KEY)
+        if pool is None:
+            return conversation
+        prompt = choose_prompt(pool, self.assets.lang, key, self.seed)
+        return replace(conversation, turns=with_prompt(conversation.turns, prompt))
+
+    @stateless
+    def postencode_sample(self, sample: TokenSample) -> EncodedSample:
+        """Decode the media. In a pack, conversations with a broken one are skipped. DataError if none remains."""
+        media = [item for conversation in sample.conversations for item in conversation.media]
+        try:
+            pixel_values = self.assets.images.tiles(media)
+        except DataError:
+            if len(sample.conversations) == 1:
+                raise
+            return self._without_broken(sample)
+        return EncodedSample.derive_from(sample, conversations=sample.conversations, pixel_values=pixel_values)
+
+    def _without_broken(self, sample: TokenSample) -> EncodedSample:
+        usable: list[TokenConversation] = []
+        pixels: list[torch.Tensor] = []
+        for conversation in sample.conversations:
+            try:
+                pixels.append(self.assets.images.tiles(conversation.media))
+                usable.append(conversation)
+            except DataError as error:
+                sources = [s for s in sample.__sources__ or () if _made_of(s.file_names, conversation.key)]
+                self.skips.note(conversation.key, sources, error)
+        if not usable:
+            raise SkipSample
+        return EncodedSample.derive_from(sample, conversations=usable, pixel_values=torch.cat(pixels))
+
+    @stateless
+    def batch(self, samples: list[EncodedSample]) -> Batch:
+        """Make one micro-batch."""
+        return collate(
+            samples,
+            seq_length=self.data.seq_length,
+            pad_token_id=self.assets.pad_token_id,
+            packed=self.data.packing,
+            multiple=self.pad_multiple,
+            pixel_scale=self.assets.images.pixel_scale,
+            fields=self.assets.plan.fields,
+            num_axes=self.assets.plan.num_axes,
+        )
+
+    def build_batch(
+        self,
+        dataset: SavableDataset[Any],
+        *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: WorkerConfig,
+    ) -> SavableDataset[Any]:
+        """Insert packing between tokenizing and decoding (called by energon; packing_buffer_size is for its own
+        packing)."""
+        if self.most_samples is not None:
+            dataset = LimitDataset(dataset, self.most_samples, worker_config=worker_config)
+        if self.data.packing:
+            dataset = PackingDataset(
+                dataset,
+                buffer_size=self.data.packing_buffer_size,
+                capacity=self.data.seq_length,
+                most_patches=self.data.max_media_tokens,
+                worker_config=worker_config,
+            )
+        return super().build_batch(
+            dataset,
+            batch_size=batch_size,
+            batch_drop_last=batch_drop_last,
+            packing_buffer_size=packing_buffer_size,
+            worker_config=worker_config,
+        )
+
+
+def _made_of(file_names: tuple[str, ...], key: str) -> bool:
+    return any(name.partition(".")[0] == key.partition("#")[0] for name in file_names)

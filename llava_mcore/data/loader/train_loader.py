@@ -1,0 +1,263 @@
+"""The endless stream of micro-batches of one data-parallel rank, and its position."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.stored_tokens import log_origin
+from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
+from llava_mcore.data.loader.open_stream import check_streams, open_stream
+from llava_mcore.data.loader.pixel_buffers import PixelBuffers
+from llava_mcore.data.loader.resume_settings import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
+from llava_mcore.data.loader.sample_warnings import SampleWarnings
+from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, reading
+from llava_mcore.data.loader.streams import (
+    Stream,
+    StreamServer,
+    Turns,
+    default_num_streams,
+    newest,
+    num_given,
+    position_at,
+    scaled,
+    share,
+    states_to_read,
+    streams_of_rank,
+    streams_to_count,
+    warnings_of_ranks,
+)
+from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
+from llava_mcore.data.samples import Batch
+from llava_mcore.data.storage.dataset_path import check_dataset
+from llava_mcore.errors import DataError, problems
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 3
+
+
+class TrainLoader:
+    """Endless batches of one data-parallel rank, in an order fixed by seed, data, streams and micro-batch size.
+
+    All ranks together read the same for every number of ranks and loader processes (see `streams`).
+
+    A broken sample is skipped and reported in `Batch.skipped`; all other failures raise DataError.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        assets: Assets,
+        *,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        pad_multiple: int = 8,
+        num_micro_batches: int = 1,
+        saved: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        """Open the data, at the beginning or after a saved position; nothing is read before the first batch.
+
+        Args:
+            pad_multiple: the number of tokens of a micro-batch is padded to a multiple of this.
+            num_micro_batches: of this rank per step. A step needs all of them before it starts, so loader processes
+                prepare as many during the previous step.
+            saved: results of `state` on the ranks of the run that is resumed, whatever their number: at least of those
+                that served this rank's streams.
+
+        Raises:
+            ConfigError: no picture or sound fits into a sample.
+            DataError: the data is not prepared, or the position does not belong to this data and these settings.
+        """
+        leaves = check_dataset(data.path)
+        check_budgets(data, assets)
+        assert data.path is not None
+        self.path: Path | str = data.path
+        self._timeout = data.timeout
+        self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
+        positions = self._restore_positions(saved, dp_rank, dp_size) if saved is not None else {}
+
+        self._open_again = partial(
+            TrainLoader,
+            data.model_copy(update={"num_workers": 0}),
+            assets,
+            micro_batch_size=micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            seed=seed,
+            pad_multiple=pad_multiple,
+        )
+
+        def open_one(stream: int, num_streams: int, batch_size: int) -> Stream:
+            skips = Skips(stop_if_too_long=data.on_too_long == "error")
+            encoder = ChatTaskEncoder(data, assets, skips, seed=seed, pad_multiple=pad_multiple)
+            return open_stream(stream, num_streams, data, encoder, batch_size)
+
+        with reading(self.path, self._timeout):
+            if self.num_streams is None:
+                num_samples = open_one(0, 1, 1).dataset.len_worker(0)
+                self._settings[NUM_STREAMS] = default_num_streams(num_samples, dp_size)
+            own_streams = streams_of_rank(self.num_streams, dp_rank, dp_size)
+            streams = {n: open_one(n, self.num_streams, micro_batch_size) for n in own_streams}
+            check_streams(streams, self.num_streams, leaves)
+            if dp_rank == 0:
+                log_origin(leaves, assets.chat.fingerprint)
+                for warning in (*warnings_of_large_media(data, assets), *warnings_of_ranks(self.num_streams, dp_size)):
+                    logger.warning(warning)
+            counted = streams_to_count(self.num_streams, dp_rank, dp_size)
+            num_batches = self._restore(streams, positions, counted)
+        self._positions = {n: positions.get(n) for n in own_streams}
+        if self.num_streams % dp_size == 0:
+            turns = partial(Turns, num_batches)
+        else:  # other ranks take batches of the same streams
+            turns = partial(Turns, num_batches, dp_rank, dp_size)
+        self._turns = turns()
+        buffer_bytes = (
+            micro_batch_size * _most_tiles(data, assets) * assets.plan.rows_per_tile * assets.images.num_bytes
+        )
+        self._sources = _serve(streams, turns, data, seed, buffer_bytes, num_micro_batches)
+        self._closed = False
+        self._warnings = SampleWarnings(self.path, assets)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that the data is divided into, over all ranks."""
+        return self._settings[NUM_STREAMS]
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch. DataError if the data cannot be read; the loader is closed then."""
+        if self._closed:
+            raise DataError(f"the loader of {self.path} is closed")
+        stream = next(self._turns).stream
+        try:
+            with reading(self.path, self._timeout):
+                delivery = self._sources[stream].next()
+        except StopIteration:
+            self.close()
+            raise DataError(f"{self.path}: the data ended") from None
+        except DataError:
+            self.close()
+            raise
+        assert delivery.stream == stream
+        self._positions[stream] = delivery.position or self._positions[stream]
+        self._warnings.look_at(delivery.batch)
+        return delivery.batch
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's position after the last batch, as plain containers and tensors.
+
+        `torch.save` it, one for each data-parallel rank; `torch.load(…, weights_only=True)` reads it.
+        """
+        counts = self._turns.num_batches
+        streams = {n: position_at(self._positions.get(n), count) for n, count in counts.items()}
+        return {"format": FORMAT, "settings": self._settings, "streams": streams}
+
+    def read_again(self, state: dict[str, Any], count: int) -> list[Batch]:
+        """Return the micro-batches that followed an earlier state of this loader, which this process reads alone.
+
+        Raises:
+            DataError: the data cannot be read any more.
+        """
+        again = self._open_again(saved=[state])
+        try:
+            return [next(again) for _ in range(count)]
+        finally:
+            again.close()
+
+    def close(self) -> None:
+        """Stop the loader processes. A second call does nothing."""
+        self._closed = True
+        for source in set(self._sources.values()):
+            source.close()
+        self._sources = {}
+
+    def _restore_positions(
+        self, saved: Sequence[dict[str, Any]], dp_rank: int, dp_size: int
+    ) -> dict[int, dict[str, Any] | None]:
+        """Return the positions of the streams that this rank counts, and keep the saved run's number of streams.
+
+        Raises DataError that lists every setting that differs from the saved one.
+        """
+        if not saved or not isinstance(saved[0], dict) or saved[0].get("format") != FORMAT:
+            raise DataError(f"this is not a position in the data that this version can read (expected format {FORMAT})")
+        before = saved[0]["settings"]
+        if self.num_streams is None:
+            self._settings[NUM_STREAMS] = before[NUM_STREAMS]
+        mismatches = differences(before, self._settings)
+        if mismatches:
+            advice = "resume with the same settings, or start a run with another --name from its weights "
+            advice += "(--megatron-load-dir)"
+            raise DataError(
+                problems(f"the saved position does not belong to this loader of {self.path}; {advice}", mismatches)
+            )
+        times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
+        chosen = states_to_read(len(saved), self.num_streams, dp_rank, dp_size)
+        states = [saved[index] for index in chosen]
+        positions = newest([{n: scaled(place, times) for n, place in state["streams"].items()} for state in states])
+        missing = [n for n in streams_to_count(self.num_streams, dp_rank, dp_size) if n not in positions]
+        if missing:
+            raise DataError(f"the saved position in {self.path} is incomplete: streams {missing} are missing")
+        return positions
+
+    def _restore(
+        self,
+        streams: dict[int, Stream],
+        positions: dict[int, dict[str, Any] | None],
+        counted: Iterable[int],
+    ) -> dict[int, int]:
+        """Set this rank's streams to their positions, and return how many batches each of `counted` has returned."""
+        try:
+            for index, stream in streams.items():
+                position = positions.get(index)
+                if position is not None:  # else it had not returned a batch yet
+                    stream.restore(position)
+            return {index: num_given(positions.get(index)) for index in counted}
+        except (KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
+
+
+def _most_tiles(data: DataConfig, assets: Assets) -> int:
+    """Return the approximate maximum number of tiles of a sample or pack."""
+    limit = data.seq_length // assets.plan.tokens_per_tile
+    if data.max_media_tokens is not None:
+        limit = min(limit, data.max_media_tokens // assets.plan.patches_per_tile)
+    return limit
+
+
+def _serve(
+    streams: dict[int, Stream],
+    turns: Callable[[], Turns],
+    data: DataConfig,
+    seed: int,
+    buffer_bytes: int,
+    num_micro_batches: int,
+) -> dict[int, BatchSource]:
+    """Return the source of each stream's deliveries: loader processes, or this process.
+
+    Args:
+        turns: makes the turns of this rank, from the first that it has not had.
+    """
+    num_workers = data.num_workers
+    if num_workers > len(streams):
+        logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
+    sources: dict[int, BatchSource] = {}
+    shares = share(list(streams), max(1, num_workers))
+    num_ahead = max(MIN_PREFETCH, math.ceil(num_micro_batches / len(shares)))
+    for indices in shares:
+        buffers = PixelBuffers(buffer_bytes, num_ahead) if num_workers else None
+        server = StreamServer({n: streams[n] for n in indices}, turns(), buffers)
+        source = BatchSource(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, num_ahead=num_ahead)
+        sources |= dict.fromkeys(indices, source)
+    return sources

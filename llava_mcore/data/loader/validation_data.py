@@ -1,0 +1,173 @@
+"""The validation split, each sample once, divided so that every number of ranks reads the same samples."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+from torch.utils.data import IterableDataset
+
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.open_stream import open_stream
+from llava_mcore.data.loader.sample_warnings import SampleWarnings
+from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.loader.source import BatchSource, reading
+from llava_mcore.data.loader.streams import LEAST_SAMPLES, Delivery, Stream, share
+from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
+from llava_mcore.data.samples import Batch
+from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
+from llava_mcore.errors import DataError
+
+MOST_STREAMS = 64
+"""Number of streams, independent of the number of ranks; more ranks than that would have nothing to read."""
+
+
+class ValidationData:
+    """The validation split. Packs are built within a stream, so they are the same for every number of ranks."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        assets: Assets,
+        *,
+        micro_batch_size: int,
+        seed: int,
+        pad_multiple: int = 8,
+        most_samples: int | None = None,
+    ) -> None:
+        """Open the data; no sample is read yet.
+
+        Args:
+            seed: chooses prompts if a dataset has a pool of them.
+            pad_multiple: what the tokens of a micro-batch are padded to a multiple of.
+            most_samples: maximum number of samples of one pass; None: all.
+
+        Raises:
+            DataError: the data is not prepared, or has no validation split.
+        """
+        check_dataset(data.path, VALIDATION)
+        assert data.path is not None
+        self._data, self._assets, self._seed, self._pad_multiple = data, assets, seed, pad_multiple
+        self._micro_batch_size = micro_batch_size
+        with reading(data.path, data.timeout):
+            lengths = self._lengths(1)
+            if not lengths[0]:
+                raise DataError(f"the validation part of {data.path} has no samples")
+            num_streams = max(1, min(MOST_STREAMS, lengths[0] // LEAST_SAMPLES))
+            lengths = self._lengths(num_streams)
+        num_samples = sum(lengths) if most_samples is None else most_samples
+        self._quotas = dict(enumerate(quotas(lengths, num_samples)))
+        self._warnings = SampleWarnings(data.path, assets)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one pass over all ranks, including broken ones unless only a part is read."""
+        return sum(self._quotas.values())
+
+    def open(self, dp_rank: int, dp_size: int) -> ValidationPass:
+        """Start a pass: the micro-batches of one data-parallel rank, always the same ones."""
+        indices = [n for n, quota in self._quotas.items() if n % dp_size == dp_rank and quota]
+        return ValidationPass(self._data, self._open_stream, indices, self._seed, self._warnings)
+
+    def _lengths(self, num_streams: int) -> list[int]:
+        """Return the number of samples of every stream; energon counts batches, so batches have one sample here."""
+        return [self._open(n, num_streams, None, batch_size=1).dataset.len_worker(0) for n in range(num_streams)]
+
+    def _open_stream(self, index: int) -> Stream:
+        return self._open(index, len(self._quotas), self._quotas[index], batch_size=self._micro_batch_size)
+
+    def _open(self, index: int, num_streams: int, most_samples: int | None, *, batch_size: int) -> Stream:
+        encoder = ChatTaskEncoder(
+            self._data,
+            self._assets,
+            Skips(stop_if_too_long=self._data.on_too_long == "error"),
+            seed=self._seed,
+            pad_multiple=self._pad_multiple,
+            most_samples=most_samples,
+        )
+        return open_stream(index, num_streams, self._data, encoder, batch_size, validation=True)
+
+
+class ValidationPass:
+    """One rank's micro-batches of one pass; the last one of a stream may have fewer rows than the others."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        open_one: Callable[[int], Stream],
+        indices: Sequence[int],
+        seed: int,
+        warnings: SampleWarnings,
+    ) -> None:
+        """indices: the streams of this rank."""
+        assert data.path is not None
+        self._warnings = warnings
+        self._path, self._timeout = data.path, data.timeout
+        in_process = data.num_workers == 0
+        shares = share(indices, max(1, data.num_workers)) if indices else []
+        self._sources = deque(
+            BatchSource(_Server(open_one, part), in_process=in_process, seed=seed, timeout=data.timeout)
+            for part in shares
+        )
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch. DataError if the data cannot be read; the pass is closed then."""
+        while self._sources:
+            source = self._sources[0]
+            try:
+                with reading(self._path, self._timeout):
+                    delivery = source.next()
+            except StopIteration:
+                source.close()
+                self._sources.popleft()
+            except DataError:
+                self.close()
+                raise
+            else:
+                self._sources.rotate(-1)
+                self._warnings.look_at(delivery.batch)
+                return delivery.batch
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the loader processes. A second call does nothing."""
+        while self._sources:
+            self._sources.popleft().close()
+
+
+class _Server(IterableDataset[Delivery]):
+    """The streams that one loader process reads, one after the other."""
+
+    def __init__(self, open_one: Callable[[int], Stream], indices: Sequence[int]) -> None:
+        self._open_one, self._indices = open_one, list(indices)
+
+    def __iter__(self) -> Iterator[Delivery]:
+        for index in self._indices:
+            stream = self._open_one(index)
+            batch = next(stream, None)
+            while batch is not None:
+                following = next(stream, None)
+                if following is None:
+                    batch.skipped += stream.take_skips()  # what was skipped after the last sample
+                yield Delivery(index, batch, None)
+                batch = following
+
+
+def quotas(lengths: Sequence[int], total: int) -> list[int]:
+    """Divide `total` samples over streams of these lengths as evenly as possible; all samples if there are fewer."""
+
+    def filled_to(level: int) -> int:
+        return sum(min(length, level) for length in lengths)
+
+    level = bisect.bisect_right(range(max(lengths) + 1), total, key=filled_to) - 1
+    shares = [min(length, level) for length in lengths]
+    longer = [n for n, length in enumerate(lengths) if length > level]
+    for n in longer[: total - sum(shares)]:
+        shares[n] += 1
+    return shares

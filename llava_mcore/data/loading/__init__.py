@@ -1,1 +1,0 @@
-"""Loads batches in separate processes."""

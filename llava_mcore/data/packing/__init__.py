@@ -1,1 +1,0 @@
-"""Packing of samples into sequences."""

@@ -1,1 +1,0 @@
-"""A run's streams of samples, built on energon."""

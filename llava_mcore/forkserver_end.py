@@ -1,7 +1,0 @@
-"""Imported first by the server that forks processes: it ends with the command, even while it imports the rest."""
-
-import signal
-
-from llava_mcore.parent import die_with_parent
-
-die_with_parent(signal.SIGKILL)

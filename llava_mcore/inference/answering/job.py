@@ -1,0 +1,94 @@
+"""The arguments of `generate` after they were checked: a model, prompts and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
+from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.samples import Conversation, Skip
+from llava_mcore.inference.generation.questions import Question, Questions
+from llava_mcore.inference.generation.settings import TokenSampling
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a Megatron checkpoint is divided. `num_rows`: prompts that are answered at the same time."""
+
+    tp: int
+    pp: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A Megatron checkpoint: the folder of one iteration. `base_dir`: see `load_part`."""
+
+    checkpoint: Path
+    base_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How conversations are read.
+
+    `chat_template`: instead of the folder's. `pixels`: range of the areas of resized pictures, as of `load_assets`.
+    """
+
+    chat_template: str | None = None
+    special_tokens_in_text: Handling = "text"
+    limits: Limits = LIMITS
+    pixels: PixelRange = field(default_factory=PixelRange)
+
+    def assets(self, hf_dir: Path) -> Assets:
+        """Load a folder's tokenizer, template and processors. DataError lists what is missing."""
+        return load_assets(
+            hf_dir,
+            chat_template=self.chat_template,
+            special_tokens_in_text=self.special_tokens_in_text,
+            limits=self.limits,
+            pixels=self.pixels,
+        )
+
+
+@dataclass(frozen=True)
+class DataJob:
+    """Questions of a prepared dataset; the fields are those of `Questions`."""
+
+    path: Path | str
+    split: str
+    most_samples: int | None = None
+    every_answer: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """`asked`: one conversation that ends with a question, or a dataset.
+
+    `partial`: file that gets the answers to a dataset's questions as they come.
+    """
+
+    asked: Conversation | DataJob
+    reading: ReadOptions
+    sampling: TokenSampling
+    max_new_tokens: int
+    dtype: Dtype | None = None
+    partial: Path | None = None
+
+    def questions(self, assets: Assets) -> tuple[int | None, Iterator[Question | Skip]]:
+        """Return the number of questions, if it is known, and the questions. DataError if the data cannot be opened."""
+        if isinstance(self.asked, Conversation):
+            return 1, iter([Question((0, 0, 0), "question", self.asked, "")])
+        data = Questions(
+            self.asked.path,
+            assets,
+            split=self.asked.split,
+            most_samples=self.asked.most_samples,
+            every_answer=self.asked.every_answer,
+        )
+        return None if self.asked.every_answer else len(data.indices), data.read(data.indices)

@@ -1,0 +1,173 @@
+"""Answers prompts one after another, several at a time: a row that is finished takes the next prompt.
+
+The number of rows is fixed, so that what is computed for a prompt does not depend on how many others there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from llava_mcore.batch_fields import Fields
+from llava_mcore.errors import DataError, LlavaMcoreError
+from llava_mcore.inference.generation.cache import cached_rows
+from llava_mcore.inference.generation.choice import most_probable, own_generator, processed_choice, whole_logits
+from llava_mcore.inference.generation.prompt import Prompt
+from llava_mcore.inference.generation.settings import Settings
+from llava_mcore.inference.generation.stages import CachedModel
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.parallel.batch import MicroBatch
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.share import share_step
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to prompt `index` (from 0): its tokens, with the one that ends it if there is one."""
+
+    index: int
+    tokens: list[int]
+
+
+@dataclass
+class _PromptRow:
+    """A prompt that is being answered. `length`, `position`: of the next token to read. `most_tokens`: of the answer.
+    `ids`: int64 [1, s]."""
+
+    index: int
+    length: int
+    position: int
+    most_tokens: int
+    ids: Tensor
+    processors: LogitsProcessorList
+    draws: torch.Generator | None
+    tokens: list[int] = field(default_factory=list)
+
+
+def generate(
+    models: Sequence[VisionLanguageModel],
+    groups: Groups,
+    prompts: Iterator[Prompt] | None,
+    settings: Settings,
+    fields: Fields,
+    *,
+    num_rows: int,
+    multiple: int = 1,
+) -> Iterator[Answer]:
+    """Yield the answers of one model replica as they are finished; a collective call of the replica's ranks.
+
+    Args:
+        models: the chunks of this rank, in eval mode.
+        prompts: on the replica's loading rank, elsewhere None.
+        fields: of the prompts' media.
+        num_rows: prompts that are answered at the same time.
+        multiple: numbers of tokens are padded to a multiple of this; prompts already are.
+
+    Raises:
+        LlavaMcoreError: on all ranks of the replica, if `prompts` raised one.
+    """
+    with torch.no_grad(), cached_rows(models, num_rows, groups.device) as rows:
+        model = CachedModel(models, groups, rows, multiple=multiple)
+        yield from _AnswerLoop(model, prompts, settings, fields, num_rows).answers()
+
+
+class _AnswerLoop:
+    def __init__(
+        self, model: CachedModel, prompts: Iterator[Prompt] | None, settings: Settings, fields: Fields, num_rows: int
+    ) -> None:
+        self.model, self.prompts, self.settings, self.fields = model, prompts, settings, fields
+        self.groups = model.groups
+        self.rows: list[_PromptRow | None] = [None] * num_rows
+        self.num_read, self.has_more = 0, True
+
+    def answers(self) -> Iterator[Answer]:
+        """Yield all answers."""
+        while True:
+            for index in range(len(self.rows)):
+                yield from self._fill(index)
+            if not any(self.rows):
+                return
+            yield from self._step()
+
+    def _fill(self, index: int) -> Iterator[Answer]:
+        """Read prompts into a free row until one of them needs more than its first token."""
+        while self.rows[index] is None and self.has_more:
+            prompt = self._next_prompt()
+            if prompt is None:
+                self.has_more = False
+                return
+            batch, length, position = prompt
+            ids = batch.input_ids[:, :length]
+            draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
+            most_tokens = self.settings.longest_answer(length)
+            row = _PromptRow(
+                self.num_read, length, position, most_tokens, ids, self.settings.processors(length, ids.device), draws
+            )
+            self.num_read += 1
+            logits = self.model.read_prompt(batch, length, index)
+            self.rows[index] = row
+            yield from self._take([index], self._chosen(logits, [row]))
+
+    def _step(self) -> Iterator[Answer]:
+        """Read the last token of every row and choose the next one."""
+        indices = [index for index, row in enumerate(self.rows) if row is not None]
+        tokens = [0 if row is None else row.tokens[-1] for row in self.rows]
+        positions = [0 if row is None else row.position for row in self.rows]
+        lengths = [0 if row is None else row.length for row in self.rows]
+        read, at = torch.tensor([tokens, positions], device=self.groups.device)
+        logits = self.model.read_tokens(read, at, lengths)
+        rows = [row for row in self.rows if row is not None]
+        for row in rows:
+            row.length, row.position = row.length + 1, row.position + 1
+        yield from self._take(indices, self._chosen(None if logits is None else logits[indices], rows))
+
+    def _chosen(self, logits: Tensor | None, rows: Sequence[_PromptRow]) -> list[int]:
+        """Return the next token of each of these rows, on all stages."""
+        tokens = None
+        if logits is not None:
+            group = self.groups.tensor_parallel
+            if any(row.processors or row.draws for row in rows):
+                full_logits = whole_logits(logits, self.model.models[-1].language_model.true_vocab_size, group)
+                each = zip(full_logits.split(1), rows, strict=True)
+                choices = [processed_choice(x, row.ids, row.processors, row.draws) for x, row in each]
+                tokens = torch.tensor(choices, device=logits.device)
+            else:
+                tokens = most_probable(logits, group)
+        return self.model.from_last_stage(tokens, len(rows)).tolist()
+
+    def _take(self, indices: Sequence[int], tokens: Sequence[int]) -> Iterator[Answer]:
+        """Append tokens to their rows; rows that end with them are freed."""
+        for index, token in zip(indices, tokens, strict=True):
+            row = self.rows[index]
+            assert row is not None
+            row.tokens.append(token)
+            if row.processors:
+                row.ids = torch.cat([row.ids, row.ids.new_tensor([[token]])], dim=1)
+            if token in self.settings.end_ids or len(row.tokens) == row.most_tokens:
+                self.rows[index] = None
+                yield Answer(row.index, row.tokens)
+
+    def _next_prompt(self) -> tuple[MicroBatch, int, int] | None:
+        """Return the next prompt on this rank's device, its length and next position; None after the last one."""
+        prompt, problem = None, None
+        if self.prompts is not None:
+            try:
+                prompt = next(self.prompts, None)
+            except LlavaMcoreError as error:
+                problem = str(error)
+        about: list[Any] = [problem, None if prompt is None else (prompt.length, prompt.next_position)]
+        groups = self.groups
+        if groups.tp_size * groups.pp_size > 1:
+            dist.broadcast_object_list(about, groups.model_parallel_source, group=groups.control_replica)
+        if about[0] is not None:
+            raise DataError(about[0])
+        if about[1] is None:
+            return None
+        (batch,) = share_step(groups, None if prompt is None else [prompt.batch], 1, self.fields)
+        return batch, *about[1]

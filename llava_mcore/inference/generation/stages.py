@@ -1,0 +1,133 @@
+"""Runs a model with a cache through the stages of its pipeline: first prompts, then token by token.
+
+r: sequences (rows), s: tokens, h: hidden size, v: rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from llava_mcore.inference.generation.angles import TokenAngles
+from llava_mcore.inference.generation.cache import CachedRows
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.parallel.batch import MicroBatch
+from llava_mcore.parallel.groups import Groups
+
+Start = Callable[[VisionLanguageModel], tuple[Tensor, Tensor | None]]
+"""Computes the input of the first stage's layers, and what is added after the first of them."""
+
+
+class CachedModel:
+    """The chunks of a model on this rank, with the keys and values of several rows; every method is a collective call
+    of the model's ranks."""
+
+    def __init__(
+        self, models: Sequence[VisionLanguageModel], groups: Groups, rows: CachedRows, *, multiple: int = 1
+    ) -> None:
+        """multiple: numbers of tokens are padded to a multiple of this (sequence parallelism, FP8)."""
+        self.models, self.groups, self.rows = models, groups, rows
+        self.config = models[0].config
+        is_divided = self.config.sequence_parallel
+        self._parts = groups.tp_size if is_divided else 1
+        self.num_tokens = math.ceil(rows.num_rows / math.lcm(multiple, self._parts)) * math.lcm(multiple, self._parts)
+        """Tokens of a pass that gives each row its next token, with padding."""
+        self._angles = [TokenAngles(model.language_model, groups.device) for model in models]
+        self._ring = dist.get_process_group_ranks(groups.pipeline_parallel)
+
+    def read_prompt(self, batch: MicroBatch, length: int, row: int) -> Tensor | None:
+        """Read one prompt into a row.
+
+        Args:
+            batch: the prompt alone, padded on the right, which causal attention does not see.
+            length: its tokens without padding.
+
+        Returns:
+            On the last stage this rank's part of the next token's logits, [1, v / tp].
+        """
+        self.rows.prefilled = row
+
+        def start(model: VisionLanguageModel) -> tuple[Tensor, Tensor | None]:
+            return model.decoder_input(
+                batch.input_ids, batch.position_ids, batch.media, batch.max_media_seqlen, batch.media_lengths
+            )
+
+        hidden = self._run(start, batch.position_ids)
+        self.rows.prefilled = None
+        if hidden is None:
+            return None
+        if self._parts > 1:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        return self.models[-1].language_model.local_logits(hidden[length - 1 : length])[:1, 0]
+
+    def read_tokens(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor | None:
+        """Read one more token of every row.
+
+        Args:
+            tokens: int64 [r].
+            positions: int64 [r], the same along all axes, as for all text.
+            lengths: tokens of every row before.
+
+        Returns:
+            On the last stage this rank's part of the next tokens' logits, [r, v / tp].
+        """
+        rows, padding = self.rows, (0, self.num_tokens - len(tokens))
+        rows.longest = max(lengths)
+        rows.lengths.copy_(torch.tensor(lengths))
+        ids = torch.nn.functional.pad(tokens, padding)[None]
+        position_ids = torch.nn.functional.pad(positions, padding)[None]
+        axes = self.models[0].language_model.shape.rope.axes
+        by_axis = position_ids if axes is None else position_ids.expand(int(axes.max()) + 1, 1, -1)
+
+        def start(model: VisionLanguageModel) -> tuple[Tensor, Tensor | None]:
+            embeddings = model.language_model.embed(ids, position_ids)
+            if self._parts > 1:
+                embeddings = tensor_parallel.scatter_to_sequence_parallel_region(embeddings)
+            return embeddings, None
+
+        hidden = self._run(start, by_axis)
+        return None if hidden is None else self.models[-1].language_model.local_logits(hidden)[: rows.num_rows, 0]
+
+    def _run(self, start: Start, position_ids: Tensor) -> Tensor | None:
+        """Run all chunks of this rank, one row of tokens; the last stage returns hidden states [s, 1, h]."""
+        hidden: Tensor | None = None
+        for model, angles in zip(self.models, self._angles, strict=True):
+            deepstack = None
+            if model.pre_process:
+                hidden, deepstack = start(model)
+            else:
+                hidden = self._received(position_ids.shape[-1])
+                model.set_input_tensor(hidden)
+            with angles.of(position_ids) as rotary:
+                hidden = model.language_model.decoder(
+                    hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, context=deepstack
+                )
+            if not model.post_process:
+                self._send(hidden)
+                hidden = None
+        return hidden
+
+    def _received(self, num_tokens: int) -> Tensor:
+        shape = (num_tokens // self._parts, 1, self.config.hidden_size)
+        buffer = torch.empty(shape, dtype=self.config.pipeline_dtype, device=self.groups.device)
+        dist.recv(buffer, self._ring[self.groups.pp_rank - 1], group=self.groups.pipeline_parallel)
+        return buffer
+
+    def _send(self, hidden: Tensor) -> None:
+        following = self._ring[(self.groups.pp_rank + 1) % len(self._ring)]
+        dist.send(hidden.contiguous(), following, group=self.groups.pipeline_parallel)
+
+    def from_last_stage(self, tokens: Tensor | None, count: int) -> Tensor:
+        """Return the tokens int64 [count] that the last stage has chosen, on all stages."""
+        if len(self._ring) == 1:
+            assert tokens is not None
+            return tokens
+        if tokens is None:
+            tokens = torch.empty(count, dtype=torch.int64, device=self.groups.device)
+        dist.broadcast(tokens, self._ring[-1], group=self.groups.pipeline_parallel)
+        return tokens

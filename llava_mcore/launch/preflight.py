@@ -1,0 +1,175 @@
+"""Checks before a run starts, and the defaults that depend on the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llava_mcore.config.rules.all_rules import check_devices, check_run
+from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.rules.schedule import check_schedule
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import LlavaMcoreError, os_error_text
+from llava_mcore.inference.evaluation.libraries import require_libraries
+from llava_mcore.launch.nodes import check_gpu_ids, check_interface
+from llava_mcore.launch.singularity import require_image
+from llava_mcore.templates.named import absolute_choice, check_choice
+
+if TYPE_CHECKING:
+    from llava_mcore.checkpoint.choose_start import StartPoint
+
+_FOLDERS = ("load", "hf_dir", "save_dir", "non_persistent_dir", "non_persistent_local_dir")
+
+
+def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
+    """Return the run with all machine-dependent defaults resolved, and the number of processes.
+
+    Paths become absolute, so that the stored configuration works from every folder.
+    """
+    gpus = run.launch.num_gpus
+    per_node = gpus if gpus > 0 else len(run.launch.chosen_gpus) or max(1, gpu_count)
+    num_nodes = run.launch.num_nodes or 1
+    changes = {
+        "parallel": {"backend": run.parallel.backend or ("nccl" if gpu_count else "gloo")},
+        "training": {"precision": run.training.precision or ("bf16" if gpu_count else "fp32")},
+        "launch": {"num_gpus": per_node, "num_nodes": num_nodes},
+        "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in _FOLDERS},
+        "adapter": {
+            "load": _absolute(run.adapter.load),
+            "frozen": tuple(folder.absolute() for folder in run.adapter.frozen),
+        },
+        "data": {"path": _absolute(run.data.path), "chat_template": absolute_choice(run.data.chat_template)},
+    }
+    sections = {name: getattr(run, name).model_copy(update=change) for name, change in changes.items()}
+    return run.model_copy(update=sections), per_node * num_nodes
+
+
+def _absolute[T](path: T | None) -> T | Path | None:
+    """Return an absolute path; URLs are left as they are."""
+    return path.absolute() if isinstance(path, Path) else path
+
+
+def preflight(
+    run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = (), *, in_image: bool = False
+) -> list[str]:
+    """Return everything that prevents a resolved run from starting.
+
+    Args:
+        typed: keys set by flags (`check_needs`).
+        in_image: the run takes place in an image, which has libraries of its own.
+    """
+    # These import transformers and energon, for which --help and errors in flags should not wait.
+    from llava_mcore.adapters.adaptation import adapter_setup_of
+    from llava_mcore.checkpoint.choose_start import resumes, start_point
+    from llava_mcore.data.loader.budgets import check_budgets
+    from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
+    from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
+    from llava_mcore.training.assets import run_assets
+
+    errors: list[str] = check_devices(run.launch.num_gpus, gpu_count)
+    if not in_image:
+        errors += _missing_libraries(run)
+    errors += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
+    dims: ModelDims | None = None
+    source = ""
+    with collecting(errors):
+        start = start_point(run)
+        source = str(start.hf_dir)
+        if resumes(run, start) and not [*check_schedule(run.training, run.optimizer)]:
+            errors += _too_far(run, start)
+        hf = load_hf_config(start.hf_dir)
+        dims = model_dims(hf)
+        if start.checkpoint is not None:
+            adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    with collecting(errors):
+        check_dataset(run.data.path)
+        if run.validation.eval_interval is not None or run.validation.eval_generate is not None:
+            check_dataset(run.data.path, VALIDATION)
+    with collecting(errors):
+        check_choice(run.data.chat_template)
+    if dims is not None and not errors:
+        with collecting(errors), _without_messages():
+            check_budgets(run.data, run_assets(run, start.hf_dir))
+    return errors + check_run(run, dims, world_size, gpu_count > 0, source, typed)
+
+
+def preflight_of_job(
+    run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return what prevents a job in an image from starting, and what this machine cannot check.
+
+    The image, the model and the data have the same paths on the nodes. Without our libraries on this machine, only that
+    they exist is checked.
+    """
+    errors: list[str] = []
+    assert run.launch.sif_path is not None
+    with collecting(errors):
+        require_image(run.launch.sif_path)
+    try:
+        return [*errors, *preflight(run, world_size, gpu_count, typed, in_image=True)], []
+    except ModuleNotFoundError as error:
+        package = error.name
+    folders = {
+        "--megatron-load-dir": run.checkpoint.load,
+        "--data-path": run.data.path,
+        "adapter.load": run.adapter.load,
+    }
+    errors += [
+        f"{flag} {path}: not on this machine; the job would look for it there"
+        for flag, path in folders.items()
+        if isinstance(path, Path) and not path.exists()
+    ]
+    errors += check_run(run, None, world_size, gpu_count > 0, typed=typed)
+    unchecked = "whether the checkpoint and the data can be read, and whether the layout divides the model"
+    return errors, [
+        f"not checked, because this machine has no {package}: {unchecked}. The job checks that at its start"
+    ]
+
+
+def _missing_libraries(run: RunConfig) -> list[str]:
+    errors: list[str] = []
+    if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
+        errors.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
+    if run.validation.eval_generate is not None:
+        with collecting(errors):
+            require_libraries()
+    return errors
+
+
+@contextlib.contextmanager
+def collecting(errors: list[str]) -> Iterator[None]:
+    """Add errors in the block to a list of problems."""
+    try:
+        yield
+    except LlavaMcoreError as error:
+        errors.append(str(error))
+    except OSError as error:
+        errors.append(os_error_text(error))
+
+
+@contextlib.contextmanager
+def _without_messages() -> Iterator[None]:
+    """Log no remarks and warnings in the block: the ranks will do so."""
+    logger = logging.getLogger("llava_mcore")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
+    """Return what is wrong with resuming a finished run: nothing would be trained or saved."""
+    num_iterations = run.training.num_iterations
+    if start.iteration < num_iterations:
+        return []
+    reached = f"{start.checkpoint} has reached iteration {start.iteration} of {num_iterations}"
+    more = "raise --train-iters or --train-samples, which count the whole run, to continue"
+    if start.kind == "load":
+        more += "; or omit --load-optim the first time, to start a new run with its weights"
+    return [f"{reached}: {more}"]

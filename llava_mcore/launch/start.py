@@ -1,0 +1,177 @@
+"""Starts the workers of a run, or submits it to SLURM, after checking everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.config.load import as_run_config, save_run_config
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import ConfigError, problems
+from llava_mcore.files.text_files import naming
+from llava_mcore.launch import sbatch
+from llava_mcore.launch.nodes import Nodes, find_nodes
+from llava_mcore.launch.preflight import preflight, preflight_of_job, resolve
+from llava_mcore.launch.run_lock import RunLock
+from llava_mcore.launch.slurm import describe, read_job
+from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
+from llava_mcore.processes.control import run_child
+
+WORKER = "llava_mcore.launch.worker"
+
+
+def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
+    """Train like `python -m llava_mcore train`, in separate processes; return their exit code when they end.
+
+    >>> train({"name": "first", "data": {"path": "shards"}, "checkpoint": {"load": "megatron", "save_dir": "runs"}})
+    0
+
+    Call it in the main thread: signals are forwarded to the workers.
+
+    Args:
+        config: a configuration, its sections and keys as in a configuration file, or such a file (YAML or JSON).
+
+    Returns:
+        0 at the end of the run, 75 if it was asked to stop early, 128 + n if signal n ended it, else an error's code.
+
+    Raises:
+        ConfigError: the run cannot start; lists why. Nothing was started.
+        FolderInUse: another run uses its folders.
+    """
+    run = as_run_config(config)
+    if run.launch.sif_path is not None:
+        raise ConfigError("launch.sif_path: only the command enters an image; run this program inside it instead")
+    return start(prepare(run))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A checked run and this machine's part of it: `command` starts the workers, which read `config_file`."""
+
+    run: RunConfig
+    nodes: Nodes
+    config_file: Path
+    command: list[str]
+    gpu_count: int
+
+
+def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
+    """Check a run on this machine; nothing is written.
+
+    Args:
+        keys: keys set by flags, for messages about flags without effect.
+
+    Raises:
+        ConfigError: lists everything that prevents the run from starting.
+    """
+    gpu_count = _count_gpus()
+    nodes = find_nodes(typed.launch, os.environ)
+    launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
+    run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
+    errors = [*preflight(run, world_size, gpu_count, keys), *_without_submit(keys)]
+    if errors:
+        raise ConfigError(problems("The run cannot start", errors))
+    config_file = run.run_dir / "run.yaml"
+    command = torchrun_argv(run.launch.num_gpus, WORKER, ["--config", str(config_file)], nodes)
+    return Launch(run, nodes, config_file, command, gpu_count)
+
+
+def start(launch: Launch, notices: Sequence[str] = ()) -> int:
+    """Write SAVE_DIR/NAME/run.yaml, start this machine's workers, and return their exit code when they end.
+
+    Args:
+        notices: lines to print first.
+
+    Raises:
+        FolderInUse: another run uses its folders.
+        ConfigError: a folder cannot be written to; or, at the end, another run has taken it over.
+    """
+    run = launch.run
+    environment = worker_env(
+        os.environ,
+        run.launch.num_gpus,
+        cpu_cores=len(os.sched_getaffinity(0)),
+        device_available=launch.gpu_count > 0,
+        interface=run.launch.interface,
+        gpu_ids=run.launch.chosen_gpus,
+    )
+    with RunLock(run, launch.nodes).hold():
+        with naming(launch.config_file):
+            save_run_config(run, launch.config_file)
+        for notice in notices:
+            print(notice, flush=True)
+        if run.checkpoint.unsaved is not None and launch.nodes.rank == 0:
+            print(f"note: {run.checkpoint.unsaved}", flush=True)
+        job = read_job(os.environ)
+        if job is not None and launch.nodes.rank == 0:
+            print(describe(job), flush=True)
+        return run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
+
+
+def _without_submit(keys: Collection[str]) -> list[str]:
+    """Return messages about flags that only affect how a job is submitted."""
+    if read_job(os.environ) is not None:
+        return []
+    flags = {"launch.sbatch_options": "--sbatch-options", "launch.slurm_output_name": "--slurm-output-name"}
+    return [
+        f"{flag} has no effect without --submit: add it, or omit {flag}" for key, flag in flags.items() if key in keys
+    ]
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """A batch file for SLURM: its path, its text, and what the user should know before it is submitted."""
+
+    file: Path
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str] = ()) -> BatchJob:
+    """Check everything that does not need the nodes; nothing is written.
+
+    Args:
+        arguments: command line of `train` for the job.
+        keys: keys set by flags, for messages about flags without effect.
+
+    Raises:
+        ConfigError: lists everything that prevents the run from starting.
+    """
+    on_gpus = typed.parallel.backend != "gloo"
+    gpus = typed.launch.num_gpus
+    if gpus < 0:
+        raise ConfigError("--submit needs the number of GPUs per node (with --backend gloo: of processes): give -g")
+    run, world_size = resolve(typed, gpus if on_gpus else 0)
+    num_gpus, notes = gpus if on_gpus else 0, list[str]()
+    if run.launch.sif_path is not None:
+        errors, notes = preflight_of_job(run, world_size, num_gpus, keys)
+    else:
+        errors = preflight(run, world_size, num_gpus, keys)
+    if errors:
+        raise ConfigError(problems("The run cannot start", errors))
+    if run.checkpoint.unsaved is not None:
+        notes.append(run.checkpoint.unsaved)
+    text = sbatch.batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)
+    return BatchJob(run.run_dir / sbatch.FILE, text, tuple(notes))
+
+
+def submit(job: BatchJob) -> str:
+    """Write a batch file, submit it to SLURM and return the job's id.
+
+    Raises:
+        ConfigError: SLURM is not installed, or refuses the job.
+    """
+    job.file.parent.mkdir(parents=True, exist_ok=True)
+    with naming(job.file):
+        job.file.write_text(job.text, encoding="utf-8")
+    return sbatch.submit(job.file)
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs without starting CUDA in this process, which would use GPU memory."""
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,148 @@
+"""Runs torchrun so that a failed run ends within seconds, with our own message last.
+
+torchrun's own report of a failed worker would hide the worker's message, and it gives the remaining ranks half a minute
+to end: one that hangs, or is stopped, takes all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import psutil
+
+from llava_mcore.compat.torchrun import limit_closing
+from llava_mcore.errors import HUNG
+from llava_mcore.processes.control import FORWARDED, STOP, STOPPED_EARLY, exit_now
+from llava_mcore.processes.messages import with_messages
+
+ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a run at once; the others ask it to save first."""
+_SECONDS_TO_END = 3
+"""Seconds until a rank is killed after another one has failed; its own limit is slightly shorter."""
+_OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
+"""The same after these exit codes: when a run stops early, ranks may still be closing their logs; when one hangs, they
+have already timed out."""
+
+
+class ProcessFailure(Protocol):
+    """torchrun's record of a failed process. `exitcode`: -n if signal n ended it."""
+
+    @property
+    def exitcode(self) -> int: ...
+
+
+class Run:
+    """The workers of this machine and their failures."""
+
+    def __init__(self) -> None:
+        """Start handling signals in a separate thread: torchrun may be importing or waiting."""
+        self.module = ""
+        self.ended_by: signal.Signals | None = None
+        self.first: dict[int, ProcessFailure] = {}
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # in all later threads; workers unblock them
+        threading.Thread(target=self._attend, name="signals", daemon=True).start()
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the ranks on this machine that are still running."""
+        workers = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if self.module in child.cmdline():
+                    workers.append(child)
+        return workers
+
+    def _attend(self) -> None:
+        while True:
+            signal_number = signal.Signals(signal.sigwait(FORWARDED))
+            if signal_number in ENDING:
+                self._end(signal_number)
+            elif not self._send(STOP):
+                os._exit(STOPPED_EARLY)  # nothing has started
+
+    def _end(self, signal_number: signal.Signals) -> None:
+        self.ended_by = signal_number
+        if self._send(signal.SIGINT):
+            time.sleep(_SECONDS_TO_END)  # torchrun notices sooner, and `main` ends
+        os._exit(self.end())  # the remaining workers are killed with us
+
+    def end(self) -> int:
+        """Print what ended the run; return its exit code."""
+        assert self.ended_by is not None
+        words = "no checkpoint was saved; earlier ones are unchanged"
+        print(f"ended by {self.ended_by.name}: {words}", file=sys.stderr, flush=True)
+        return 128 + self.ended_by
+
+    def _send(self, signal_number: signal.Signals) -> bool:
+        """Send a signal to all workers, if there are any."""
+        workers = self.workers() if self.module else []
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal_number)
+        return bool(workers)
+
+    def seconds_to_end(self, failures: Mapping[int, ProcessFailure]) -> int:
+        """Record which ranks failed first, and return the seconds that the others have."""
+        if not self.first:
+            self.first.update(failures)
+        codes = [failure.exitcode for failure in self.first.values()]
+        return max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1)
+
+
+def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
+    """Return rank and exit code of the failure that caused the others.
+
+    Ranks that lose their connection to a killed rank fail too, with code 1, perhaps before torchrun notices.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        code = failures[rank].exitcode
+        return code >= 0, code == 1, rank
+
+    rank = min(failures, key=order)
+    return rank, failures[rank].exitcode
+
+
+def main() -> int:
+    """Run torchrun's command line; return 0, or the exit code of the first worker that failed (128 + n: signal n)."""
+    attended = Run()
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    args = parse_args(sys.argv[1:])
+    args.signals_to_handle = ",".join(ending.name for ending in ENDING)  # never arrive: they are blocked
+    args.training_script_args += ["--parent", str(os.getpid())]
+    limit_closing(api, attended.seconds_to_end)
+    attended.module = args.training_script
+    try:
+        run(args)
+    except ChildFailedError as error:
+        if attended.ended_by is not None:
+            return attended.end()
+        first = {rank: x for rank, x in error.failures.items() if x.local_rank in attended.first}
+        return _print_cause(*cause(first or error.failures))
+    return 0
+
+
+def _print_cause(rank: int, code: int) -> int:
+    """Print which rank ended the run and how; return the run's exit code."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        print(f"error: rank {rank} was ended by {name}; all ranks were stopped", file=sys.stderr)
+        return 128 - code
+    if code != STOPPED_EARLY:
+        print(f"all ranks were stopped: rank {rank} ended with exit code {code}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    exit_now(with_messages(main))  # it creates a temporary folder

@@ -1,0 +1,126 @@
+"""Finished shards -> an energon dataset: index, split and manifest, like those of `energon prepare`.
+
+Energon's own command keeps the rows of all indexes in a queue, and ends the process on an error, so its functions are
+called here for one shard after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from megatron.energon import __version__ as energon_version
+from megatron.energon.bracecollapse import collapse
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.config import INDEX_BATCH_SIZE, INDEX_SQLITE_FILENAME, INFO_JSON_FILENAME
+from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, SqliteIndexWriterAggregator
+from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, WebdatasetSplits
+from megatron.energon.typed_converter import to_json_object
+
+from llava_mcore.compat.energon.index_rows import rows_of_shard
+from llava_mcore.data.encode.stored_tokens import DIGEST_KEY, ORIGIN_FILE
+from llava_mcore.data.storage.dataset_path import META, SCRATCH
+from llava_mcore.errors import DataError
+from llava_mcore.files.atomic import move, sync, sync_tree
+from llava_mcore.prepare.counts import ShardReport
+from llava_mcore.processes.forkserver import interrupts_afterwards
+
+DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+LINT = {"sample_type": {"__module__": "megatron.energon", "__class__": "TextSample"}, "field_map": {"text": "json"}}
+"""Another view of the same samples, because `energon lint` (7.4) does not support crude datasets and fails on each
+one."""
+MAX_PARTS = 50
+NAMESPACE = uuid.UUID("6ba7b812-9dad-11d1-80b4-00c04fd430c8")
+"""Namespace of identifiers derived from hashes (RFC 4122's for object identifiers)."""
+
+
+def write_meta(
+    folder: Path,
+    reports: Sequence[ShardReport],
+    *,
+    val_ratio: float,
+    tokens_by: str | None = None,
+    on_shard: Callable[[], None] = lambda: None,
+) -> None:
+    """Index the shards and write .nv-meta atomically, after everything else is on the disk.
+
+    `tokens_by` is the fingerprint of the stored tokens; None if there are none.
+
+    Raises DataError if a shard differs from what was written, or there are too few for a validation split.
+    """
+    written = [report for report in reports if report.name is not None]
+    splits = split_shards([str(report.name) for report in written], val_ratio)
+    meta = folder / SCRATCH / "nv-meta"
+    shutil.rmtree(meta, ignore_errors=True)
+    meta.mkdir()
+    _write_index(folder, written, meta / INDEX_SQLITE_FILENAME, on_shard)
+    info = WebdatasetInfo(
+        energon_version=energon_version, shard_counts={str(r.name): r.counts.entries for r in written}
+    )
+    (meta / INFO_JSON_FILENAME).write_text(json.dumps(to_json_object(info), indent=2), encoding="utf-8")
+    # The same shards are the same dataset wherever they were written; the position of a loader refers to it.
+    identity = uuid.uuid5(NAMESPACE, "".join(report.sha256 for report in written))
+    (meta / "index.uuid").write_text(str(identity), encoding="utf-8")
+    collapsed = {part: collapse(names, keep_order=True) for part, names in splits.items()}
+    _write_yaml(meta / "split.yaml", to_json_object(WebdatasetSplits(split_parts=collapsed)))
+    _write_yaml(meta / "lint.yaml", LINT)
+    _write_yaml(meta / "dataset.yaml", DATASET)
+    if tokens_by is not None:
+        (meta / ORIGIN_FILE).write_text(json.dumps({"by": tokens_by, DIGEST_KEY: "turns"}), encoding="utf-8")
+    shutil.rmtree(folder / META, ignore_errors=True)
+    sync_tree(meta)
+    move(meta, folder / META)
+
+
+def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]:
+    """Return the shards of each part; validation shards are chosen at random but always the same, and at least one if
+    requested.
+
+    Raises DataError if nothing would be left to train on.
+    """
+    num_val = max(1, round(len(names) * val_ratio)) if val_ratio else 0
+    if num_val >= len(names):
+        raise DataError(f"{len(names)} shards cannot be split by --val-ratio {val_ratio}; lower --samples-per-shard")
+    val = set(random.Random(0).sample(list(names), num_val))
+    return {"train": [n for n in names if n not in val], "val": [n for n in names if n in val], "test": []}
+
+
+def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_shard: Callable[[], None]) -> None:
+    """Write index.sqlite, and the index next to each shard."""
+    indices = {str(report.name): index for index, report in enumerate(written)}
+    index: Any = SqliteIndexWriterAggregator(EPath(sqlite), total_tasks=len(written))
+    index.on_start(None)
+    for report in written:
+        rows = rows_of_shard(str(report.name), indices, EPath(folder), MAX_PARTS)
+        with interrupts_afterwards():  # energon would log it and leave the shard's samples out
+            for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
+                index.on_item(list(batch), None)
+        sync(folder / f"{report.name}.idx")
+        on_shard()
+    index.on_finish(None)
+
+
+def _checked(rows: Iterable[Any], folder: Path, report: ShardReport) -> Iterator[Any]:
+    """Yield the index rows of a shard. Energon only logs a shard that it cannot read; here it is a DataError."""
+    num_entries = report.counts.entries
+    for row in rows:
+        if isinstance(row, IndexShardInfo) and row.shard_info.count != num_entries:
+            num_entries = row.shard_info.count
+        else:
+            yield row
+    if num_entries != report.counts.entries:
+        raise DataError(
+            f"{folder / str(report.name)} has {num_entries} samples, but {report.counts.entries} were written; they "
+            "have been changed: remove the shard and run the same command again"
+        )
+
+
+def _write_yaml(path: Path, content: Any) -> None:
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

@@ -1,0 +1,268 @@
+"""Writes one shard, from its rows to its tar file, in a process of the importer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.config.sections.data import Limits
+from llava_mcore.data import samples
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.encode import check_length
+from llava_mcore.data.encode.marks import count_marks, escape
+from llava_mcore.data.encode.placeholders import audio_tokens, media_tokens, video_tokens
+from llava_mcore.data.encode.record_keys import ROW
+from llava_mcore.data.encode.stored_tokens import digest_of, to_json
+from llava_mcore.data.encode.text.tokens import TextTokens
+from llava_mcore.data.loader.best_fit import best_fit
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Sound, Turn, Video
+from llava_mcore.errors import DataError
+from llava_mcore.prepare.counts import PrepareCounts, ShardReport
+from llava_mcore.prepare.media.item_options import resizing_for
+from llava_mcore.prepare.media.pictures import read_picture
+from llava_mcore.prepare.media.sounds import read_sound
+from llava_mcore.prepare.media.videos import read_video
+from llava_mcore.prepare.output.tar_file import ShardWriter
+from llava_mcore.prepare.record_layouts import check_turns, parse
+from llava_mcore.prepare.record_parts import place_marks
+from llava_mcore.prepare.row_types import (
+    FILLED,
+    THOUGHTLESS,
+    BadSample,
+    CheckedConversation,
+    Draft,
+    Picture,
+    Reason,
+    Recording,
+    RowRange,
+    Skipped,
+    SourceRow,
+    VideoFrames,
+)
+from llava_mcore.prepare.shard_plan import Options
+from llava_mcore.prepare.sources.base import SourceFile
+from llava_mcore.prepare.sources.detect import Opening
+from llava_mcore.prepare.sources.lines import too_large
+
+LONGEST_ID, LONGEST_DETAIL = 200, 4000
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSetup:
+    """Settings for the shards of a source, sent to every process."""
+
+    files: tuple[SourceFile, ...]
+    how: Opening
+    options: Options
+    folder: Path
+    """Folder of finished shards."""
+    scratch: Path
+    """Folder of unfinished shards, on the same file system."""
+
+
+class ShardMaker:
+    """Writes shards of one source."""
+
+    def __init__(self, setup: ShardSetup, assets: Assets | None, on_row: Callable[[], None] = lambda: None) -> None:
+        """assets: for counting tokens; None: do not count. on_row: called for every row."""
+        self._setup = setup
+        self._assets = assets
+        self._resizing = resizing_for(assets)
+        self._on_row = on_row
+
+    def make(self, shard: int, segments: Sequence[RowRange]) -> ShardReport:
+        """Write a shard and return its report; rows that cannot become samples are skipped.
+
+        Raises DataError if the source can no longer be read, OSError if the shard cannot be written.
+        """
+        counts, skipped = PrepareCounts(), list[Skipped]()
+        name = f"{shard:06d}.tar"
+        temporary = self._setup.scratch / f"{name}.{os.getpid()}.part"  # a process of a killed run may still be writing
+        with ShardWriter(temporary, self._setup.folder / name) as writer:
+            conversations = self._conversations(segments, counts, skipped)
+            if self._setup.options.pack_to is None:
+                for conversation in conversations:
+                    writer.add(conversation)
+            else:
+                _write_packs(writer, list(conversations), self._setup.options.pack_to)
+            sha256 = writer.finish() if writer.num_entries else ""
+            counts.entries = writer.num_entries
+            counts.bytes = writer.num_bytes if writer.num_entries else 0
+        return ShardReport(shard, name if sha256 else None, sha256, counts, tuple(skipped))
+
+    def _conversations(
+        self, segments: Sequence[RowRange], counts: PrepareCounts, skipped: list[Skipped]
+    ) -> Iterator[CheckedConversation]:
+        """Yield the good rows as conversations, counted; the others go to `skipped`."""
+        for segment in segments:
+            file = self._setup.files[segment.file]
+            for row in file.read(segment):
+                self._on_row()
+                counts.rows += 1
+                try:
+                    draft = self._draft(row, counts)
+                    conversation = self._conversation(file, row, draft, segment.row + row.index - segment.index)
+                except BadSample as bad:
+                    skipped.append(
+                        Skipped(
+                            file.name, row.index, _id_of(row), bad.reason.value, _clean(bad.detail[:LONGEST_DETAIL])
+                        )
+                    )
+                    counts.reasons[bad.reason.value] += 1
+                    counts.roles.update([bad.value] if bad.reason is Reason.UNKNOWN_ROLE else [])
+                else:
+                    counts.add(conversation)
+                    yield conversation
+
+    def _draft(self, row: SourceRow, counts: PrepareCounts) -> Draft:
+        """Return the parsed row. Keys that nothing reads are counted, also if the row is skipped later."""
+        if isinstance(row.data, BadSample):
+            raise row.data
+        how = self._setup.how
+        untaken = () if self._assets is None else self._assets.chat.literal_marks
+        draft = parse(row.data, how.keys, how.layout, untaken)
+        counts.typed.update(mark for mark in untaken if count_marks(draft.turns, escape(mark)))
+        counts.unused.update((*draft.unused, *ROW.unused(dict.fromkeys(row.unread, True))))
+        draft = place_marks(draft)
+        check_turns(draft.turns)
+        return draft
+
+    def _conversation(self, file: SourceFile, row: SourceRow, draft: Draft, index: int) -> CheckedConversation:
+        how, options = self._setup.how, self._setup.options
+        _check_length(draft.turns, options.limits)
+        self._require_media_to_be_taken(draft)
+        pictures = tuple(
+            read_picture(
+                image, file.folder, decode=options.check_images, limits=options.limits, resizing=self._resizing
+            )
+            for image in draft.images
+        )
+        sounds = tuple(
+            read_sound(sound, file.folder, options.limits, decode=options.check_images) for sound in draft.audios
+        )
+        videos = tuple(
+            read_video(
+                video,
+                file.folder,
+                options.sampling,
+                options.limits,
+                frames_fps=how.frames_fps,
+                decode=options.check_images,
+            )
+            for video in draft.videos
+        )
+        _check_amount(pictures, videos, sounds, options.limits)
+        num_tokens, text = _tokens(self._assets, _as_trained(draft, pictures, videos, sounds))
+        if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
+            raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
+        source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
+        return CheckedConversation(
+            index,
+            draft.turns,
+            pictures,
+            num_tokens,
+            self._stored(draft, text),
+            source,
+            () if text is None else text.typed,
+            videos,
+            sounds,
+            draft.tools,
+            self._notes(draft, text),
+        )
+
+    def _stored(self, draft: Draft, text: TextTokens | None) -> Mapping[str, Any] | None:
+        if self._assets is None or text is None:
+            return None
+        return to_json(text, self._assets.chat.fingerprint, digest_of(draft.turns, draft.tools))
+
+    def _notes(self, draft: Draft, text: TextTokens | None) -> tuple[str, ...]:
+        if self._assets is None or text is None:
+            return ()
+        notes = [FILLED] if text.num_filled else []
+        return (*notes, THOUGHTLESS) if self._assets.chat.features.loses_reasoning(draft.turns) else tuple(notes)
+
+    def _require_media_to_be_taken(self, draft: Draft) -> None:
+        """Raise BadSample for media that training would refuse, before any file is read."""
+        refused = {} if self._assets is None else self._assets.refused
+        for mark, media, reason in (
+            (IMAGE_MARK, draft.images, Reason.NO_PICTURES),
+            (VIDEO_MARK, draft.videos, Reason.NO_VIDEOS),
+            (AUDIO_MARK, draft.audios, Reason.NO_SOUNDS),
+        ):
+            if media and mark in refused:
+                raise BadSample(reason, refused[mark])
+
+
+def _write_packs(writer: ShardWriter, conversations: list[CheckedConversation], capacity: int) -> None:
+    lengths = [conversation.num_tokens or 0 for conversation in conversations]
+    for pack in best_fit(lengths, capacity):
+        writer.add_pack([conversations[i] for i in pack])
+
+
+def _check_length(turns: Sequence[Turn], limits: Limits) -> None:
+    try:
+        check_length(turns, limits)
+    except DataError as error:
+        raise BadSample(Reason.TOO_LARGE, str(error)) from error
+
+
+def _check_amount(
+    pictures: Sequence[Picture], videos: Sequence[VideoFrames], sounds: Sequence[Recording], limits: Limits
+) -> None:
+    """Raise BadSample for more frames or bytes than a sample may have."""
+    frames = [frame for video in videos for frame in video.frames]
+    if len(frames) > limits.frames:
+        raise BadSample(Reason.TOO_LARGE, f"{len(frames)} frames; the limit is {limits.frames} (--max-frames)")
+    files = [*(picture.data for picture in (*pictures, *frames)), *(sound.data for sound in sounds)]
+    if sum(map(len, files)) > limits.sample_bytes:
+        raise too_large("pictures and sounds" if sounds else "pictures", limits.sample_bytes)
+
+
+def _as_trained(
+    draft: Draft, pictures: Sequence[Picture], videos: Sequence[VideoFrames], sounds: Sequence[Recording]
+) -> samples.Conversation:
+    """Return the conversation as training reads it."""
+    clips = [Video(tuple(frame.data for frame in video.frames), video.fps) for video in videos]
+    return samples.Conversation(
+        draft.turns,
+        tuple(picture.data for picture in pictures),
+        videos=tuple(clips),
+        audios=tuple(Sound(sound.data) for sound in sounds),
+        tools=draft.tools,
+    )
+
+
+def _tokens(assets: Assets | None, conversation: samples.Conversation) -> tuple[int | None, TextTokens | None]:
+    """Return the number of tokens in training, and the tokens of the text."""
+    if assets is None:
+        return None, None
+    try:
+        tokens = assets.chat.tokens(conversation.turns, conversation.num_media, conversation.tools)
+    except DataError as error:
+        raise BadSample(Reason.TEMPLATE, str(error)) from error
+    most_pixels = assets.limits.picture_pixels
+    try:
+        media = media_tokens(conversation.images, assets.plan, most_pixels)
+        media += video_tokens(conversation.videos, assets.plan, most_pixels)
+    except DataError as error:
+        raise BadSample(Reason.SHAPE, str(error)) from error
+    try:
+        media += audio_tokens(conversation.audios, assets.plan)
+    except DataError as error:
+        raise BadSample(Reason.AUDIO_LENGTH, str(error)) from error
+    num_tokens = len(tokens.ids) + sum(len(item) - 1 for item in media)
+    return num_tokens, tokens
+
+
+def _id_of(row: SourceRow) -> str:
+    """Return the row's id; '' if it has none."""
+    row_id = None if isinstance(row.data, BadSample) else row.data.get("id")
+    return "" if row_id is None else _clean(str(row_id))[:LONGEST_ID]
+
+
+def _clean(text: str) -> str:
+    """Return text that can be encoded as UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,112 @@
+"""Conversations -> one tar file, written atomically; the same conversations give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Self
+
+from llava_mcore.data.encode.messages import message_of
+from llava_mcore.data.encode.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
+from llava_mcore.data.encode.stored_tokens import TOKENS_KEY
+from llava_mcore.files.atomic import move
+from llava_mcore.prepare.row_types import CheckedConversation, Picture, Recording
+
+
+class ShardWriter:
+    """Writes to a temporary file; `finish` renames it, and replaces an existing file."""
+
+    def __init__(self, temporary: Path, final: Path) -> None:
+        self._temporary, self._final = temporary, final
+        self._file = temporary.open("wb")
+        self._sha = hashlib.sha256()
+        self._tar = tarfile.TarFile(fileobj=self, mode="w", format=tarfile.USTAR_FORMAT)  # type: ignore[arg-type]
+        self.num_entries = 0
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def add(self, conversation: CheckedConversation) -> None:
+        """Write one conversation as a sample; its number is its key."""
+        self._add_entry(conversation.row, about(conversation), [conversation])
+
+    def add_pack(self, conversations: Sequence[CheckedConversation]) -> None:
+        """Write several as one sample, with the key of the first."""
+        self._add_entry(conversations[0].row, {"pack": [about(c) for c in conversations]}, conversations)
+
+    def finish(self) -> str:
+        """Close the file, flush it to disk and rename it. Returns its SHA-256."""
+        self._tar.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        move(self._temporary, self._final)
+        return self._sha.hexdigest()
+
+    # -- a file for tarfile, which records what is written --------------------------------------------------------
+
+    def write(self, data: bytes) -> int:
+        """Write to the file, count and hash."""
+        self._sha.update(data)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """Return the offset in the file."""
+        return self._file.tell()
+
+    def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[CheckedConversation]) -> None:
+        """Write the json, the pictures, the frames numbered after them, and the sounds numbered by themselves."""
+        key = f"{row:09d}"
+        pictures = [picture for conversation in conversations for picture in conversation.pictures]
+        videos = list[dict[str, Any]]()
+        for video in (video for conversation in conversations for video in conversation.videos):
+            names = [_part(index, frame) for index, frame in enumerate(video.frames, start=len(pictures))]
+            videos.append({FRAMES_KEY: names} | ({} if video.fps is None else {FPS_KEY: video.fps}))
+            pictures += video.frames
+        if videos:
+            content = content | {VIDEOS_KEY: videos}
+        sounds = [sound for conversation in conversations for sound in conversation.sounds]
+        if sounds:
+            content = content | {AUDIOS_KEY: [_part(index, sound) for index, sound in enumerate(sounds)]}
+        self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+        for index, picture in enumerate(pictures):
+            self._add_file(f"{key}.{_part(index, picture)}", picture.data)
+        for index, sound in enumerate(sounds):
+            self._add_file(f"{key}.{_part(index, sound)}", sound.data)
+        self.num_entries += 1
+
+    def _add_file(self, name: str, data: bytes) -> None:
+        member = tarfile.TarInfo(name)  # owner 0, time 0: independent of machine and date
+        member.size, member.mode = len(data), 0o444
+        self._tar.addfile(member, BytesIO(data))
+
+
+def _part(index: int, item: Picture | Recording) -> str:
+    """Return the name of a part."""
+    return f"{index}.{item.extension}"
+
+
+def about(conversation: CheckedConversation) -> dict[str, Any]:
+    """Return the json part of a conversation, but for what it says of videos and of all sounds."""
+    content: dict[str, Any] = {"messages": [message_of(turn) for turn in conversation.turns]}
+    if conversation.tools:
+        content["tools"] = [dict(tool) for tool in conversation.tools]
+    if conversation.num_tokens is not None:
+        content["num_tokens"] = conversation.num_tokens
+        content[TOKENS_KEY] = conversation.tokens
+    content["image_sizes"] = [list(picture.size) for picture in conversation.pictures]
+    if conversation.sounds:
+        content["audio_seconds"] = [round(sound.seconds, 3) for sound in conversation.sounds]
+    content["source"] = dict(conversation.source)
+    return content

@@ -1,1 +1,0 @@
-"""Launching a run, and its training processes."""

@@ -1,0 +1,259 @@
+"""A training process: from its configuration to the training loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llava_mcore.adapters.adaptation import base_of
+from llava_mcore.adapters.adapter_record import holds_adapters
+from llava_mcore.check_data.show import in_words
+from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point, unread_start
+from llava_mcore.checkpoint.node_local import is_local, unusable_here
+from llava_mcore.checkpoint.verify import damage_found_together
+from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.data import PixelRange
+from llava_mcore.data.encode.assets import Assets, require_same_tokenizer
+from llava_mcore.data.encode.pixel_range import FRAMES, PICTURES, write_pixel_range
+from llava_mcore.data.encode.text.template_file import require_same_template
+from llava_mcore.data.loader.source import noticing_killed_loaders
+from llava_mcore.data.loader.train_loader import TrainLoader
+from llava_mcore.data.loader.validation_data import ValidationData
+from llava_mcore.data.storage.dataset_path import VALIDATION
+from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
+from llava_mcore.inference.generation.questions import Questions
+from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
+from llava_mcore.parallel.random import seed_everything
+from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
+from llava_mcore.processes.control import StopSignals
+from llava_mcore.training.answers.answerer import AnswerData
+from llava_mcore.training.assets import run_assets
+from llava_mcore.training.carried_folder import write_carried_folder, write_stop_token
+from llava_mcore.training.closing import warn_on_failure
+from llava_mcore.training.debug import ShowFirst, show_shapes_once
+from llava_mcore.training.determinism import make_deterministic
+from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.training.logs.start_times import StartTimes
+from llava_mcore.training.loop import train
+from llava_mcore.training.run_ids import adopt_ids
+from llava_mcore.training.saving.state import TrainingProgress, resume
+from llava_mcore.training.setup import Trainer, build_trainer
+from llava_mcore.training.stop import StopRules
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
+    """Run under a watchdog; return whether the run is complete.
+
+    Args:
+        started: value of time.monotonic() from which the run's time counts.
+    """
+    watchdog = Watchdog(run.faults.timeout, run.run_dir / "stacks", int(os.environ["RANK"]))
+    minutes = run.faults.exit_duration_in_mins
+    stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
+    try:
+        with noticing_killed_loaders(run.data.path):
+            finished = _run(run, stop, watchdog)
+    except (LlavaMcoreError, OSError, KeyboardInterrupt):
+        warn_on_failure("removing the file for stacks", watchdog.close)
+        raise
+    warn_on_failure("removing the file for stacks", watchdog.close)
+    return finished
+
+
+def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
+    """Join the world, build everything, train."""
+    times = StartTimes()
+
+    def begin(phase: str) -> None:
+        watchdog.begin(phase)
+        times.begin(phase)
+
+    begin("connecting")
+    groups = _join_world(run)
+    begin("choosing a checkpoint")
+    start = find_start(run, groups, watchdog.begin)
+    on_first_rank(groups, lambda: _warn_of_unread_start(run, start))
+    trainer = build_trainer(run, groups, start, begin)
+    resuming = raise_together(groups, lambda: resumes(run, start))
+    if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
+        logger.info("%s provides only weights: this run starts at iteration 0", start.checkpoint)
+    begin("loading the tokenizer")
+    assets = raise_together(groups, lambda: _open_assets(run, groups, start, resuming))
+    begin("loading the state")
+    progress, loader_states = TrainingProgress(), None
+    if resuming:
+        checkpoint = start.checkpoint
+        assert checkpoint is not None
+        progress, loader_states = resume(trainer)
+        on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
+        logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
+    begin("opening the data")
+    loader = raise_together(groups, lambda: _open_loader(run, groups, assets, loader_states))
+    validation = raise_together(groups, lambda: _open_validation(run, assets))
+    answers = raise_together(groups, lambda: _open_answers(run, assets))
+    shown_loader = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
+    hf_source = raise_together(groups, lambda: _carried_files(run, groups, start, assets))
+    finished = train(trainer, shown_loader, progress, hf_source, stop, watchdog, times, validation, answers)
+    if not finished:
+        logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
+    if run.checkpoint.unsaved is not None:
+        logger.warning("the run has ended: %s", run.checkpoint.unsaved)
+    wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
+    if loader is not None:
+        warn_on_failure("ending the loader processes", loader.close)
+    for graphs in trainer.graphs:
+        graphs.close()
+    shut_down()
+    return finished
+
+
+def _warn_of_unread_start(run: RunConfig, start: StartPoint) -> None:
+    """Log which newer checkpoints, and which start that the command names, are not used."""
+    if start.passed_over:
+        logger.warning(problems("checkpoints that are not used", start.passed_over))
+    unread = unread_start(run, start)
+    if unread is not None:
+        logger.warning(unread)
+
+
+def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = lambda _: None) -> StartPoint:
+    """Return where to start: the newest checkpoint that is complete, undamaged and, if node-local, on the nodes' disks.
+
+    Args:
+        begin: called with the name of each task: reading files may take as long as loading them.
+
+    Raises:
+        CheckpointError: on all ranks, if there are checkpoints but none can be used.
+    """
+    unusable: dict[Path, str] = {}
+    damaged: dict[Path, str] = {}
+    while True:
+        start = decided_by_first_rank(groups, lambda: start_point(run, unusable, damaged))
+        checkpoint = start.checkpoint
+        if checkpoint is None:
+            return start
+        begin(f"verifying {checkpoint}")
+        verify = not run.checkpoint.skip_verification
+        if start.kind == "resume" and is_local(checkpoint):
+            replicates_tower = run.parallel.vision_data_parallel
+            problem = unusable_here(checkpoint, groups, verify=verify, vision_data_parallel=replicates_tower)
+            messages = agree(groups, problem)
+            if messages:
+                unusable[checkpoint] = "; ".join(messages)
+                continue
+        problem = damage_found_together(groups, checkpoint) if verify else None
+        if problem is None:
+            if verify and holds_adapters(checkpoint):
+                _verify_base(run, groups, checkpoint)
+            return start
+        damaged[checkpoint] = problem
+
+
+def _verify_base(run: RunConfig, groups: Groups, checkpoint: Path) -> None:
+    """Raise CheckpointError on all ranks if the model that an adapter belongs to is missing, another, or damaged."""
+    base = decided_by_first_rank(groups, lambda: base_of(checkpoint, run.checkpoint.load).folder)
+    problem = damage_found_together(groups, base)
+    if problem is not None:
+        raise CheckpointError(f"{base}: {problem}", on_all_ranks=True)
+
+
+def _join_world(run: RunConfig) -> Groups:
+    """Connect to the other ranks and seed the random generators."""
+    if run.training.deterministic:
+        make_deterministic()
+    assert run.parallel.backend is not None, "run.py resolves the backend"
+    groups = initialize(
+        backend=run.parallel.backend,
+        tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
+        timeout_seconds=run.faults.timeout,
+    )
+    seed_everything(run.training.seed)
+    return groups
+
+
+def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bool) -> Assets | None:
+    """Load tokenizer, template and image processor on ranks that load data."""
+    if not groups.loads_data:
+        return None
+    assets = run_assets(run, start.hf_dir)
+    if resuming:
+        if run.checkpoint.hf_dir is not None:
+            require_same_tokenizer(start.hf_dir, run.checkpoint.hf_dir)
+        require_same_template(start.hf_dir, assets.chat.template)
+    return assets
+
+
+def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: Assets | None) -> Path:
+    """Return the folder of Hugging Face files for the run's checkpoints; rank 0 writes it."""
+    if not run.checkpoint.saves or groups.rank != 0:
+        return start.hf_dir
+    assert assets is not None, "rank 0 loads data"
+    target = run.run_dir / "hf"
+    write_carried_folder(
+        start,
+        target,
+        seed=run.training.seed,
+        chat_template=assets.chat.template,
+        tokenizer_dir=run.checkpoint.hf_dir,
+    )
+    write_stop_token(target, assets.eos_token_id)
+    if run.data.pixels != PixelRange():
+        write_pixel_range(target, assets.pixels, PICTURES)
+    if run.data.video_pixels != PixelRange():
+        write_pixel_range(target, assets.video_pixels, FRAMES)
+    return target
+
+
+def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: Any) -> TrainLoader | None:
+    """Open the data on ranks that load it, after the saved position if there is one."""
+    if assets is None:
+        return None
+    return TrainLoader(
+        run.data,
+        assets,
+        micro_batch_size=run.training.micro_batch_size,
+        dp_rank=groups.dp_rank,
+        dp_size=groups.dp_size,
+        seed=run.training.seed,
+        pad_multiple=loader_multiple(run),
+        num_micro_batches=run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size),
+        saved=saved,
+    )
+
+
+def _open_validation(run: RunConfig, assets: Assets | None) -> ValidationData | None:
+    """Open the validation split on ranks that load data, if the run validates."""
+    if assets is None or run.validation.eval_interval is None:
+        return None
+    iters = run.validation.eval_iters
+    return ValidationData(
+        run.data,
+        assets,
+        micro_batch_size=run.training.micro_batch_size,
+        seed=run.training.seed,
+        pad_multiple=pad_multiple(run),
+        most_samples=None if iters is None else iters * run.training.global_batch_size,
+    )
+
+
+def _open_answers(run: RunConfig, assets: Assets | None) -> AnswerData | None:
+    """Open the questions of the validation split on ranks that load data, if the run asks them."""
+    if assets is None or run.validation.eval_generate is None:
+        return None
+    assert run.data.path is not None
+    samples = run.validation.eval_generate_samples
+    questions = Questions(run.data.path, assets, split=VALIDATION, seed=run.training.seed, most_samples=samples)
+    return AnswerData(assets, questions)
+
+
+def _show_first_step(trainer: Trainer, loader: TrainLoader | None, assets: Assets | None) -> ShowFirst | None:
+    """Print the first batch as text, and the shapes in the model's first forward pass."""
+    show_shapes_once(trainer)
+    return None if loader is None or assets is None else ShowFirst(loader, in_words(assets))

@@ -136,7 +136,7 @@ def test_a_hang_ends_the_process_and_says_where(tmp_path: Path) -> None:
 
 SIGNALS = """
 import sys, time
-from llava_mcore.launch import process
+from llava_mcore.processes import control as process
 process._LAST_SECONDS = 1.0
 signals = process.StopSignals()
 with signals:
@@ -172,7 +172,7 @@ def test_signals_that_stop_a_worker(sent: list[signal.Signals], code: int) -> No
 
 HANGS_IN_A_CALL = """
 import ctypes
-from llava_mcore.launch import process
+from llava_mcore.processes import control as process
 process._LAST_SECONDS = 1.0
 signals = process.StopSignals()
 print("ready", flush=True)

@@ -15,12 +15,12 @@ import llava_mcore
 from llava_mcore.cli.common import conversion_main
 from llava_mcore.cli.flags.demo import parser
 from llava_mcore.errors import ConfigError
-from llava_mcore.inference.serving.child import server
+from llava_mcore.inference.serving import child
 from llava_mcore.inference.serving.examples import check_examples
 from llava_mcore.processes.control import INTERRUPTED, run_child
 
 ROOT = Path(llava_mcore.__file__).parents[1]
-PAGE = ROOT / "llava_mcore" / "serving" / "page.py"
+PAGE = Path(child.__file__).with_name("page.py")
 OWN_PYTHON = ROOT / ".venv-page" / "bin" / "python"
 HAS_GRADIO = "import importlib.util, sys; sys.exit(importlib.util.find_spec('gradio') is None)"
 NO_GRADIO = (
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.examples is not None:
         check_examples(args.examples)
         page += ["--examples", str(args.examples)]
-    running = contextlib.nullcontext(_url(args.server)) if args.hf_dir is None else server(_serve_flags(args))
+    running = contextlib.nullcontext(_url(args.server)) if args.hf_dir is None else child.server(_serve_flags(args))
     with running as url:
         env = os.environ | {"GRADIO_ANALYTICS_ENABLED": "False"}
         code = run_child([python, "-P", str(PAGE), "--server", url, *page], env)

@@ -12,6 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from llava_mcore.cli.demo import PAGE
 from llava_mcore.cli.flags.serve import DEFAULT_PORT, parser
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,6 @@ def test_the_page_s_environment_is_locked_without_torch() -> None:
     lock = pins("page.lock.txt")
     assert {"gradio", "httpx"} <= lock.keys()
     assert not {"torch", "transformers", "llava-mcore"} & lock.keys()
-    page = (ROOT / "llava_mcore/inference/serving/page.py").read_text()
+    page = PAGE.read_text(encoding="utf-8")
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", page, re.MULTILINE))
     assert imported - set(sys.stdlib_module_names) == {"gradio", "httpx"}

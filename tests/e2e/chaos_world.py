@@ -20,8 +20,9 @@ HANG_SECONDS = 30
 """--timeout of the runs; a start on a loaded machine has to be faster."""
 COMPARED = ("iteration", "loss", "grad_norm", "lr", "num_tokens", "consumed_samples", "num_conversations")
 COMMAND_TIMEOUT = 600
-GRAPHS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "helpers" / "with_emulated_graphs"), str(ROOT)])}
-"""Environment of runs with emulated graphs."""
+EMULATED_GRAPHS = [str(ROOT / "tests" / "helpers" / "with_emulated_graphs"), str(ROOT)]
+GRAPHS = {"PYTHONPATH": os.pathsep.join([*EMULATED_GRAPHS, *filter(None, [os.environ.get("PYTHONPATH")])])}
+"""Environment of runs with emulated graphs. What is already on the path stays on it."""
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

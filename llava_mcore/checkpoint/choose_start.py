@@ -17,6 +17,8 @@ from llava_mcore.config.sections.checkpoint import CheckpointConfig
 from llava_mcore.errors import CheckpointError, ConfigError, problems
 from llava_mcore.files.json_files import read_object
 
+_START_AGAIN = "; to start again, delete it or give another --name"
+
 
 @dataclass(frozen=True)
 class StartPoint:
@@ -109,7 +111,7 @@ def _start_named(checkpoint: CheckpointConfig) -> str | None:
 def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[Path, str]) -> Choice | None:
     """Return the newest complete checkpoint of the run, kept or temporary."""
     if not iterations(run.non_persistent_dir):
-        return newest_complete(run.run_dir, damaged)
+        return newest_complete(run.run_dir, damaged, instead=_START_AGAIN)
     choices: list[Choice] = []
     passed_over: list[str] = []
     is_damaged = False
@@ -131,7 +133,7 @@ def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[P
         else:
             choices.append(choice)
     if not choices and is_damaged:
-        raise CheckpointError(problems(f"{run.run_dir} has no complete checkpoint", passed_over))
+        raise CheckpointError(problems(f"{run.run_dir} has no complete checkpoint{_START_AGAIN}", passed_over))
     if not choices:
         return None
     newest = max(choices, key=lambda choice: choice.iteration)  # of two equal ones the first, which is kept

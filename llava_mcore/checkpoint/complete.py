@@ -41,7 +41,9 @@ def iterations(root: Path) -> list[int]:
     return sorted(int(match[1]) for path in root.iterdir() if (match := ITERATION_NAME.fullmatch(path.name)))
 
 
-def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({})) -> Choice | None:
+def newest_complete(
+    root: Path, damaged: Mapping[Path, str] = MappingProxyType({}), *, instead: str = ""
+) -> Choice | None:
     """Return the checkpoint to start from, or None without any checkpoint.
 
     That is the newest complete one up to the iteration in the tracker. A missing or unreadable tracker sets no
@@ -49,6 +51,7 @@ def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({
 
     Args:
         damaged: checkpoints whose files are damaged, with their reasons; they count as incomplete.
+        instead: what to do if none can be used; it ends the heading of the message.
 
     Raises:
         CheckpointError: there are checkpoints, but none of them can be used.
@@ -72,7 +75,7 @@ def newest_complete(root: Path, damaged: Mapping[Path, str] = MappingProxyType({
         passed_over.append(f"{folder}: {problem}")
     if not passed_over:
         return None
-    raise CheckpointError(problems(f"{root} has no complete checkpoint", passed_over))
+    raise CheckpointError(problems(f"{root} has no complete checkpoint{instead}", passed_over))
 
 
 def incomplete(folder: Path) -> str | None:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from llava_mcore.checkpoint.complete import incomplete, iterations
 from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_iteration
+from llava_mcore.config.schema import NON_PERSISTENT
 from tests.e2e.chaos_kinds import KINDS, Expected, ballast, flip_newest, passed_over, wait_for_moment
 from tests.e2e.chaos_outcome import HEADER, Outcome, summary
 from tests.e2e.chaos_run import Ended, Running, still_open
@@ -149,7 +150,8 @@ class Disturbed:
             outcome.wrong.append(f"the tracker names iteration {newest}: {problem}")
 
     def _refused_the_flipped_one(self, running: Running, outcome: Outcome) -> bool:
-        """If the run did not start beside the flipped checkpoint, delete that, as a user would who reads why."""
+        """If the run did not start beside the flipped checkpoint, delete that, as a user would who reads why; and what
+        is left where no complete one is."""
         if self.flipped is None or running.process.poll() in (None, 0):
             return False
         checkpoint, file = self.flipped
@@ -160,8 +162,11 @@ class Disturbed:
             )
         shutil.rmtree(checkpoint)
         self.passed_over.add(checkpoint.name)
-        if not iterations(checkpoint.parent):
-            (checkpoint.parent / TRACKER).unlink(missing_ok=True)
+        for root in (self.folder, self.folder / NON_PERSISTENT):
+            left = [iteration_folder(root, i) for i in iterations(root)]
+            if all(incomplete(folder) for folder in left):
+                for path in (*left, root / TRACKER):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self.flipped = None
         return True
 

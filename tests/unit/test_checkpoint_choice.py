@@ -207,7 +207,11 @@ def test_a_run_goes_on_from_the_newest_of_what_is_kept_and_what_is_not(tmp_path:
     for folder in (run, fast):
         for number in iterations(folder):
             (iteration_folder(folder, number) / "metadata.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint \(2 problems\)"):
+    way_out = r"run has no complete checkpoint; to start again, delete it or give another --name \(2 problems\)"
+    with pytest.raises(CheckpointError, match=way_out):
+        start(tmp_path)
+    shutil.rmtree(fast)
+    with pytest.raises(CheckpointError, match=way_out):
         start(tmp_path)
 
 

@@ -22,8 +22,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PretrainedC
 from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.data.samples import Batch
 from llava_mcore.inference.generation.cache import cached_rows
-from llava_mcore.inference.generation.choice import most_probable
-from llava_mcore.inference.generation.generate import generate
+from llava_mcore.inference.generation.generate import generate, most_probable
 from llava_mcore.inference.generation.prompt import Prompt
 from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings
 from llava_mcore.inference.generation.stages import CachedModel

@@ -29,10 +29,10 @@ from transformers import (
 
 from llava_mcore.build import language
 from llava_mcore.build.chat_template import choose_template
+from llava_mcore.build.classes.base import tensors_to_write
 from llava_mcore.build.compose import init_projector
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import ModelSource, check_loaded, find_source, reading, require_clear_weights
-from llava_mcore.build.tensor_names import tensors_to_write
 from llava_mcore.build.write_folder import Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import require_absent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -111,3 +112,17 @@ def plain_name(name: object) -> bool:
     """Return whether this is a plain file name without a path."""
     is_text = isinstance(name, str) and name not in ("", ".", "..") and len(name.encode()) <= _LONGEST_NAME
     return is_text and not {"/", "\\", "\0"} & set(str(name))
+
+
+MOST_FILES = 65536
+"""Number of open files that a process requests from the system."""
+
+
+def allowed_files() -> int:
+    """Raise this process's limit of open files to the hard limit or the requested number, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
+    return MOST_FILES if soft == resource.RLIM_INFINITY else soft

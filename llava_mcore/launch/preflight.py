@@ -14,7 +14,7 @@ from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError, os_error_text
-from llava_mcore.inference.evaluation.libraries import require_libraries
+from llava_mcore.inference.evaluation.languages import require_libraries
 from llava_mcore.launch.nodes import check_gpu_ids, check_interface
 from llava_mcore.launch.singularity import require_image
 from llava_mcore.templates.named import absolute_choice, check_choice

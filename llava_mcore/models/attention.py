@@ -21,7 +21,34 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from llava_mcore.models import fused_attention
+
+LONGEST_HEAD = 256
+"""Head size up to which torch's kernel for packed sequences exists."""
+
+
+def kernel_takes(query: Tensor) -> bool:
+    """Return whether the kernel takes such queries."""
+    in_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cuda" and in_half and query.shape[-1] <= LONGEST_HEAD
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    """Return [s, b, n*d] for [s, b, n or g, d]."""
+    s, b = q.shape[:2]
+    bounds = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=q.device)
+    q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    out = attend_packed(q, k, v, bounds, s, scale=scale, window=window)
+    return out.unflatten(0, (b, s)).transpose(0, 1)
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float, window: int | None
+) -> Tensor:
+    """Return [t, n*d] for [t, n or g, d]. bounds: int32 [sequences + 1], the last of which is t."""
+    seen = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=seen)
+    assert isinstance(out, Tensor)
+    return out.flatten(1)
 
 
 def sees_window(config: TransformerConfig, layer_number: int) -> bool:
@@ -82,10 +109,10 @@ class SDPAttention(MegatronModule):
             return self._attend(query, key, value)
 
     def _is_fused(self, query: Tensor, params: PackedSeqParams | None) -> bool:
-        """Return whether `fused_attention` computes this, instead of one call per packed sequence and whole masks."""
+        """Return whether torch's kernel for packed sequences computes this, instead of one call per packed sequence and whole masks."""
         if not self.causal or self.softcap is not None or (self.dropout and self.training):
             return False
-        if not fused_attention.fits(query):
+        if not kernel_takes(query):
             return False
         if params is None:
             return self.window is not None and query.shape[0] > self.window
@@ -93,11 +120,11 @@ class SDPAttention(MegatronModule):
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams | None) -> Tensor:
         if params is None:
-            return fused_attention.attend_rows(query, key, value, scale=self.scale, window=self.window)
+            return attend_rows(query, key, value, scale=self.scale, window=self.window)
         padded = params.cu_seqlens_q_padded
         bounds = params.cu_seqlens_q if padded is None else padded
         longest = params.max_seqlen_q
-        return fused_attention.attend_packed(query, key, value, bounds, longest, scale=self.scale, window=self.window)
+        return attend_packed(query, key, value, bounds, longest, scale=self.scale, window=self.window)
 
     def _own_random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Make tensor-parallel ranks, which have different heads, use different dropout masks.

@@ -16,7 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.files.open_files import allowed_files
+from llava_mcore.files.regular import allowed_files
 from llava_mcore.parallel.host_sum import sum_on_hosts
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from llava_mcore.adapters.adaptation import AdapterSetup, adapter_setup_of
 from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.peft_weights import load_peft_folder
-from llava_mcore.adapters.quantize import multiply_in_fp8, quantize_model
+from llava_mcore.adapters.quantized import multiply_in_fp8, quantize_model
 from llava_mcore.batch_fields import Fields
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import load_weights

@@ -13,7 +13,7 @@ import torch
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.samples import Conversation
 from llava_mcore.inference.answering.hf_model import HfModel
-from llava_mcore.inference.evaluation.libraries import NAMES
+from llava_mcore.inference.evaluation.languages import NAMES
 from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings
 from llava_mcore.models.language.registry import language_family
 from tests.helpers.cases import make_sharp_case

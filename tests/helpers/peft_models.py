@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig
 
 from llava_mcore.adapters.linear_layers import model_layers
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, PREFIX
-from llava_mcore.adapters.quantize import PART
+from llava_mcore.adapters.quantized import PART
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from tests.helpers.batches import FakeLoader

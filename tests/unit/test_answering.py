@@ -21,7 +21,7 @@ from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.inference.answering.chat import Chat
 from llava_mcore.inference.answering.hf_model import HfModel
 from llava_mcore.inference.answering.user_files import asked_turn
-from llava_mcore.inference.generation.choice import most_probable
+from llava_mcore.inference.generation.generate import most_probable
 from llava_mcore.inference.generation.prompt import encode_prompt
 from llava_mcore.inference.generation.questions import Question, Questions
 from llava_mcore.inference.generation.settings import FILE, TokenSampling, read_settings, require_known

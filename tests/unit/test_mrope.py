@@ -12,8 +12,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
+from llava_mcore.models.language.decoder import TokenRope
 from llava_mcore.models.language.shape import mrope_from_hf
-from llava_mcore.models.language.token_rope import TokenRope
 from llava_mcore.models.rotary import rotate
 from tests.helpers.cases import LINEAR, LLAMA3_ROPE, YARN
 from tests.helpers.tiny_qwen import KINDS, ROPE

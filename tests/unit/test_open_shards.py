@@ -16,7 +16,7 @@ from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.storage import open_shards
 from llava_mcore.data.storage.open_shards import OpenShards
 from llava_mcore.errors import DataError
-from llava_mcore.files.open_files import allowed_files
+from llava_mcore.files.regular import allowed_files
 from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.tiny_hf import make_hf_llava
 

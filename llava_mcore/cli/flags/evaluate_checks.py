@@ -16,7 +16,7 @@ from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
 from llava_mcore.inference.answering.job import Layout, ReadOptions
 from llava_mcore.inference.answering.lmms_harness import require_lmms
 from llava_mcore.inference.answering.megatron_answers import usable_checkpoint
-from llava_mcore.inference.evaluation.libraries import require_libraries
+from llava_mcore.inference.evaluation.languages import require_libraries
 from llava_mcore.inference.evaluation.lm_harness import find_tasks, require_data
 from llava_mcore.inference.evaluation.tasks import TaskSettings
 from llava_mcore.inference.generation.settings import TokenSampling, read_settings, require_known

@@ -13,8 +13,7 @@ from megatron.energon.epathlib import EPath
 from llava_mcore.data.storage.shard_files import MOST_INDEX, OFFSET
 from llava_mcore.data.storage.tar_members import TarIndex
 from llava_mcore.errors import DataError
-from llava_mcore.files.open_files import allowed_files
-from llava_mcore.files.regular import open_regular_file, read_regular_file
+from llava_mcore.files.regular import allowed_files, open_regular_file, read_regular_file
 
 PART_FOR_SHARDS = 4
 """Shards use at most this fraction (1 / N) of the files that a process may open: sockets, pipes and libraries need the

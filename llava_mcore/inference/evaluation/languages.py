@@ -11,6 +11,7 @@ from llava_mcore.errors import ConfigError
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.bleu import BLEU
+import importlib.util
 
 TokenizerName = Literal["13a", "ja-mecab", "zh"]
 """sacrebleu's names: 13a for languages with spaces between words, MeCab with the IPA dictionary for Japanese, one token
@@ -68,3 +69,13 @@ def bleu_metric(tokenizer: TokenizerName) -> BLEU:
         return BLEU(tokenize=tokenizer)
     except (ImportError, RuntimeError) as error:  # sacrebleu raises RuntimeError for a missing MeCab
         raise ConfigError(NO_LIBRARIES) from error
+
+
+NAMES = ("pycocoevalcap", "rapidfuzz", "rouge_score", "sacrebleu")
+
+
+def require_libraries() -> None:
+    """Raise ConfigError if one is not installed."""
+    missing = [name for name in NAMES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{NO_LIBRARIES} (missing: {', '.join(missing)})")

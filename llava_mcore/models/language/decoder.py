@@ -25,7 +25,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from llava_mcore.compat.megatron_layers import change_class, set_frequencies, set_rotary_factor, use_position_ids
@@ -34,10 +34,36 @@ from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
 from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
 from llava_mcore.models.language.shape import DecoderShape, Rope
-from llava_mcore.models.language.token_rope import TokenRope
 from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import TokenRopeSelfAttention
+
+
+class TokenRope(nn.Module):
+    """Rotary embedding for megatron-core's GPTModel. Its own classes make a table of indices, or read chunked sections
+    only, and need CUDA."""
+
+    def __init__(self, inv_freq: Tensor, axes: Tensor | None = None) -> None:
+        """Keep what angles are computed from.
+
+        Args:
+            inv_freq: float32 [d / 2].
+            axes: int64 [d / 2], which axis of a position each frequency is multiplied by; None: there is only one.
+        """
+        super().__init__()
+        self.inv_freq, self.axes = inv_freq, axes  # no buffers: a model that is built without memory would lose them
+
+    def forward(self, position_ids: Tensor, mrope_section: Any = None, cp_group: Any = None) -> Tensor:
+        """Return angles float32 [s, b, 1, d] of positions int64 [b, s], [a, b, s] where there are axes.
+
+        The other arguments are not looked at.
+        """
+        if self.inv_freq.device != position_ids.device:
+            self.inv_freq = self.inv_freq.to(position_ids.device)
+            self.axes = None if self.axes is None else self.axes.to(position_ids.device)
+        by_axis = position_ids[None] if self.axes is None else position_ids[self.axes]
+        angles = by_axis.permute(2, 1, 0).float() * self.inv_freq  # [s, b, d / 2]
+        return torch.cat((angles, angles), dim=-1)[:, :, None]
 
 
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parallel_size: int) -> int:

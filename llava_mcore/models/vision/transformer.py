@@ -9,10 +9,11 @@ feature layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.vision_module.vision_module import VisionModule
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,12 +27,34 @@ from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.layers import layer_scale
 from llava_mcore.models.vision.layers.encoder_layers import USUAL_NAMES
-from llava_mcore.models.vision.layers.layer_scale import LayerScale
 from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.items import Items, MediaLengths
+
+# Names in checkpoints: those of the InternViT in Megatron-LM's examples.
+LAYER_SCALE_NAMES = {"self_attn_bda.scale": "ls1", "mlp_bda.scale": "ls2"}
+
+
+class LayerScale(nn.Module):
+    """Takes the place of megatron-core's bias-dropout-add: residual + dropout(scale * (x + bias)).
+
+    s: positions, b: pictures, h: hidden size.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return a function of ((x [s, b, h], bias [h] or None), residual [s, b, h], dropout)."""
+
+        def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = x_with_bias
+            x = x if bias is None else x + bias
+            return residual + F.dropout(self.scale * x, dropout, training)
+
+        return add
 
 
 @dataclass(frozen=True)
@@ -67,7 +90,7 @@ def layer_spec(config: TransformerConfig, shape: VisionShape) -> ModuleSpec:
         scale = {"hidden_size": config.hidden_size, "dtype": config.params_dtype}
         layer = spec.submodules
         layer.self_attn_bda, layer.mlp_bda = (ModuleSpec(module=LayerScale, params=scale) for _ in range(2))
-        layer.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map | layer_scale.CHECKPOINT_NAMES
+        layer.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map | LAYER_SCALE_NAMES
     return spec
 
 

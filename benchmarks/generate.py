@@ -19,13 +19,14 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PretrainedConfig
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.data.samples import Batch
 from llava_mcore.inference.generation.cache import cached_rows
 from llava_mcore.inference.generation.generate import generate, most_probable
 from llava_mcore.inference.generation.prompt import Prompt
 from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings
 from llava_mcore.inference.generation.stages import CachedModel
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.media.pixels import NO_SCALE
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
 from llava_mcore.models.configs import ModelOptions
@@ -33,7 +34,6 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.parallel.groups import Groups, join_alone
 from llava_mcore.parallel.share import share_step
-from llava_mcore.pixels import NO_SCALE
 
 IMAGE_TOKEN = 3
 

@@ -26,11 +26,11 @@ from transformers import AutoConfig, PretrainedConfig
 from benchmarks.peer_attention import Packs
 from benchmarks.peer_classes import CLASSES, to_device
 from benchmarks.peer_model import Inputs, Peer, Reshard, Stack, after_update, build, keep_gathered
-from llava_mcore.batch_fields import PIXEL_VALUES, Field
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.samples import Batch
+from llava_mcore.media.batch_fields import PIXEL_VALUES, Field
 from llava_mcore.parallel.batch import longest, pad_to
 from llava_mcore.training.batch_counts import count
 

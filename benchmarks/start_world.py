@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
-from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.data.loader.streams import states_to_read
 from llava_mcore.data.samples import Batch
 from llava_mcore.files.torch_files import load_tensors
+from llava_mcore.media.batch_fields import PICTURE_FIELDS
 from llava_mcore.parallel.groups import Groups, initialize, wait_for_all
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.fetch import fetch_step

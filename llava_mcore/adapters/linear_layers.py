@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_mcore.compat.transformers import model_without_weights
-from llava_mcore.mapping.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, TensorTransform
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
-from llava_mcore.models.names import HfNames
+from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, TensorTransform
+from llava_mcore.weights.names import HfNames
+from llava_mcore.weights.table import Entry
 
 WEIGHT, BIAS = ".weight", ".bias"
 

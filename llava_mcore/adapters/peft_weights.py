@@ -14,10 +14,10 @@ from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.lora import Factors
 from llava_mcore.adapters.peft_tensors import LORA_A, LORA_B, MAGNITUDE, names_in_folder, open_weights
 from llava_mcore.adapters.targets import LoraSettings, trained_parameters
-from llava_mcore.mapping.layouts import PadRows
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.weights.layouts import PadRows
 
 
 @torch.no_grad()

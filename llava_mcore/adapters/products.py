@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llava_mcore.mapping.layouts import TensorTransform
+from llava_mcore.weights.layouts import TensorTransform
 
 
 @dataclass(frozen=True)

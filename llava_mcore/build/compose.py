@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResampler, Idefics2RMSNorm
 
-from llava_mcore.build.classes.base import FolderClass
+from llava_mcore.build.architectures.base import FolderClass
 from llava_mcore.build.language import TokenIds, settle_ids
 from llava_mcore.build.vision import FeatureShape
 from llava_mcore.models.architectures.registry import architecture_of

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from llava_mcore.build import language, vision
+from llava_mcore.build.architectures.base import FolderClass
+from llava_mcore.build.architectures.registry import folder_class
 from llava_mcore.build.chat_template import choose_template
-from llava_mcore.build.classes.base import FolderClass
-from llava_mcore.build.classes.registry import folder_class
 from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
@@ -28,8 +28,8 @@ from llava_mcore.build.sources import ModelSource, find_source
 from llava_mcore.build.write_folder import PROBE, Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_folder import require_absent
+from llava_mcore.media.media import Processing, Size, VideoShape
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
-from llava_mcore.models.media import Processing, Size, VideoShape
 from llava_mcore.models.vision.geometry import image_side
 
 _PROBE = f"USER: {IMAGE_TOKEN}\n{PROBE}"

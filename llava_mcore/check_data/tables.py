@@ -9,7 +9,7 @@ from rich.table import Table
 
 from llava_mcore.check_data.report import NUM_BINS, DataReport
 from llava_mcore.check_data.tally import Group, bins
-from llava_mcore.models.media import DEFAULT_FPS
+from llava_mcore.media.media import DEFAULT_FPS
 
 BAR = 40
 MOST_NAMES = 20

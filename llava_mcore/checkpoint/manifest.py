@@ -16,7 +16,7 @@ from llava_mcore import __version__
 from llava_mcore.checkpoint.layout import MANIFEST
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.json_files import read_object
-from llava_mcore.mapping.table import MappingTable
+from llava_mcore.weights.table import MappingTable
 
 FORMAT = 1
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import AutoProcessor, PretrainedConfig, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
 from llava_mcore.config.rules.all_rules import check_parts
@@ -34,15 +33,16 @@ from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libr
 from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.media.audio_lengths import frames_kept
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
+from llava_mcore.media.clip_plan import AudioPlan
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
-from llava_mcore.models.audio.clip_plan import AudioPlan
-from llava_mcore.models.audio.lengths import frames_kept
 from llava_mcore.models.model_table import detect_names
-from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_hf
 from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.processes.local_world import run_world
+from llava_mcore.weights.names import HfNames
 
 TOLERANCE = 1e-4
 """Relative to the largest value of a module's output: fp32 sums in another order differ by less."""

@@ -24,8 +24,8 @@ from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import as_bytes, sha256
-from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.weights.table import MappingTable
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.companions import companion_files, copy_companions
 from llava_mcore.files.safetensors_writer import plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import sha256
-from llava_mcore.mapping.table import MappingTable, check_coverage
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.decoder import padded_vocab_size
 from llava_mcore.models.meta import meta_model
@@ -32,6 +31,7 @@ from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties, write_ties
 from llava_mcore.parallel.groups import single_process
+from llava_mcore.weights.table import MappingTable, check_coverage
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, ProcessorMixin
 
-from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.architectures.base import Architecture
-from llava_mcore.models.architectures.registry import (
-    architecture_of,
-    classes_that_take_audios,
-    classes_that_take_videos,
-)
-from llava_mcore.models.audio.clip_plan import AudioPlan
-from llava_mcore.models.media import (
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.media import (
     MediaPlan,
     MediaTokens,
     Processing,
@@ -28,9 +22,15 @@ from llava_mcore.models.media import (
     index_values,
     position_ids,
 )
+from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.models.architectures.base import Architecture
+from llava_mcore.models.architectures.registry import (
+    architecture_of,
+    classes_that_take_audios,
+    classes_that_take_videos,
+)
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.batch import longest_media
-from llava_mcore.pixels import NO_SCALE
 
 Videos = Sequence[Sequence[VideoShape | tuple[int, int, int]]]
 """For each row: number of frames, their height and width in pixels."""

@@ -22,13 +22,13 @@ from llava_mcore.errors import CheckpointError, ConversionError
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.safetensors_writer import DTYPES
-from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.model_table import detect_names, mapping_table
-from llava_mcore.models.names import HfNames
 from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.weights.names import HfNames
+from llava_mcore.weights.table import MappingTable
 
 VISION, PROJECTION, LANGUAGE, OTHER = "vision tower", "projection", "language model", "optimizer and others"
 _MEGATRON_PARTS = {"vision_model.": VISION, "vision_projection.": PROJECTION, "language_model.": LANGUAGE}

@@ -14,17 +14,17 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from llava_mcore import log
-from llava_mcore.batch_fields import PIXEL_SCALE
 from llava_mcore.convert.load_model import load_part
 from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.media.batch_fields import PIXEL_SCALE
+from llava_mcore.media.pixels import NO_SCALE
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.names import HfNames
 from llava_mcore.models.probes import Recorder, watch_ours
 from llava_mcore.parallel.batch import longest_media
 from llava_mcore.parallel.groups import Groups, initialize, shut_down
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.pixels import NO_SCALE
 from llava_mcore.processes.local_world import enter
+from llava_mcore.weights.names import HfNames
 
 
 def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:

@@ -22,14 +22,14 @@ from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.companions import require_own_files
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.files.weight_files import SINGLE, has_weights
-from llava_mcore.mapping.slices import Scratch, Shape
-from llava_mcore.mapping.table import MappingTable
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.meta import meta_model
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.parallel.groups import single_process
+from llava_mcore.weights.slices import Scratch, Shape
+from llava_mcore.weights.table import MappingTable
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
 OUTPUT = "language_model.output_layer.weight"

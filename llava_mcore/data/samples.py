@@ -18,7 +18,7 @@ from megatron.energon import Sample, edataclass
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llava_mcore.models.media import MediaTokens
+from llava_mcore.media.media import MediaTokens
 
 TEXT_PARTS = ("json", "jsn", "txt", "text")
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
@@ -189,7 +189,7 @@ class Batch(EnergonBatch):
     position_ids: Tensor
     """int64 [b, s]; they restart at 0 with every packed conversation."""
     media: dict[str, Tensor]
-    """The fields of the architecture (see `llava_mcore.batch_fields`)."""
+    """The fields of the architecture (see `llava_mcore.media.batch_fields`)."""
     cu_seqlens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     """int32 [conversations + 1]: start of each packed conversation; the padding after the last one counts as another
     one; [0] if nothing is packed."""

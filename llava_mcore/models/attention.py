@@ -21,7 +21,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-
 LONGEST_HEAD = 256
 """Head size up to which torch's kernel for packed sequences exists."""
 
@@ -109,7 +108,7 @@ class SDPAttention(MegatronModule):
             return self._attend(query, key, value)
 
     def _is_fused(self, query: Tensor, params: PackedSeqParams | None) -> bool:
-        """Return whether torch's kernel for packed sequences computes this, instead of one call per packed sequence and whole masks."""
+        """Return whether torch's kernel for packed sequences computes this, instead of one call per sequence."""
         if not self.causal or self.softcap is not None or (self.dropout and self.training):
             return False
         if not kernel_takes(query):

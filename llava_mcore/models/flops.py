@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 
 from transformers import PretrainedConfig
 
-from llava_mcore.batch_fields import MediaWork
+from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.language.dense import head_dim
 from llava_mcore.models.vision.registry import vision_family

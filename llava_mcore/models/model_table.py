@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.sharding import REPLICATED
-from llava_mcore.mapping.table import Entry, MappingTable
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.language.dense import end_entries
 from llava_mcore.models.language.registry import language_family
-from llava_mcore.models.names import HfNames, TextNames
 from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.weights.names import HfNames, TextNames
+from llava_mcore.weights.sharding import REPLICATED
+from llava_mcore.weights.table import Entry, MappingTable
 
 
 def mapping_table(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
-from llava_mcore.batch_fields import (
+from llava_mcore.media.batch_fields import (
     FEATURE_POSITIONS,
     FEATURE_ROWS,
     NEWLINE_POSITIONS,
@@ -33,6 +33,7 @@ from llava_mcore.batch_fields import (
     RESIZED_ROWS,
     RESIZED_WEIGHTS,
 )
+from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
@@ -41,7 +42,6 @@ from llava_mcore.models.limits import require_deepstack_layers, require_within
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
 from llava_mcore.parallel.items import MediaLengths
-from llava_mcore.pixels import normalize
 
 
 class VisionLanguageModel(MegatronModule):

@@ -21,9 +21,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from llava_mcore.models.audio.encoder import AudioTransformer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.names import HfNames, LayerNames
 from llava_mcore.models.vision.patches import PatchTransformer
 from llava_mcore.models.vision.transformer import VisionTransformer
+from llava_mcore.weights.names import HfNames, LayerNames
 
 NUM_TOKENS = 32
 """Number of tokens of each output that are kept: a wrong weight affects every token."""

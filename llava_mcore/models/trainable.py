@@ -12,11 +12,11 @@ from transformers import PretrainedConfig
 from llava_mcore.compat.frozen_linears import train_biases
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.weights.fused_norms import FUSED_NORMS
 
 PARTS = ("vision_model", "vision_projection", "language_model")
 _LAYERS = "language_model.decoder.layers."

@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from llava_mcore.batch_fields import MEDIA_SEQLENS, Fields
+from llava_mcore.media.batch_fields import MEDIA_SEQLENS, Fields
 from llava_mcore.parallel.items import MediaLengths
 
 

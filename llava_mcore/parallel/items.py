@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llava_mcore.batch_fields import MEDIA_SEQLENS, WINDOW_SEQLENS
+from llava_mcore.media.batch_fields import MEDIA_SEQLENS, WINDOW_SEQLENS
 
 LENGTHS = (MEDIA_SEQLENS, WINDOW_SEQLENS)
 """Fields from which the rows of items are counted, so that every rank's host needs their values."""

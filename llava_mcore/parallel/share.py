@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llava_mcore.batch_fields import Field, Fields
+from llava_mcore.media.batch_fields import Field, Fields
+from llava_mcore.media.pixels import as_used, in_memory
 from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, longest_media, num_trained, pad_to
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.items import LENGTHS, MediaLengths, host_lengths
-from llava_mcore.pixels import as_used, in_memory
 
 _DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
 """Dtypes of fields, by their number in the header."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_mcore.data.encode.marks import LITERAL_REASON, TYPES
-from llava_mcore.models.media import DEFAULT_FPS
+from llava_mcore.media.media import DEFAULT_FPS
 from llava_mcore.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
 from llava_mcore.prepare.prepare_source import SKIPPED, Result
 from llava_mcore.prepare.row_types import FILLED, THOUGHTLESS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from llava_mcore.batch_fields import MediaWork, media_work
+from llava_mcore.media.batch_fields import MediaWork, media_work
 from llava_mcore.parallel.batch import HostBatch
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
 

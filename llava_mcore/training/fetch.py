@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.media.batch_fields import Fields
 from llava_mcore.parallel.groups import Groups, agree
 from llava_mcore.parallel.share import SharedStep, share_step
 from llava_mcore.training.batch_counts import LoadedBatch, StepCounts, count_all

@@ -20,13 +20,13 @@ from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.peft_weights import load_peft_folder
 from llava_mcore.adapters.quantized import multiply_in_fp8, quantize_model
-from llava_mcore.batch_fields import Fields
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.node_local import is_local, load_local_weights
 from llava_mcore.config.rules.adapter import restores_matrices
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
+from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages

@@ -14,18 +14,18 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTrainedModel
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.encode.placeholders import media_tokens
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation, Video
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
+from llava_mcore.media.media import MediaPlan, MediaTokens, Processing, VideoShape, index_values
+from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, features_per_tile
-from llava_mcore.models.media import MediaPlan, MediaTokens, Processing, VideoShape, index_values
-from llava_mcore.models.patch_plan import PatchPlan
 from llava_mcore.models.vision.geometry import image_side
-from llava_mcore.pixels import normalize
+from llava_mcore.models.vision.patch_plan import PatchPlan
 from tests.helpers.tiny_audio import RATE, make_hf_audio, wave
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from llava_mcore.batch_fields import MediaWork
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.encode.encode import tokenize
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import Batch, Conversation, EncodedSample
+from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops

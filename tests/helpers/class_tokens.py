@@ -17,10 +17,10 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.picture_header import MOST_RATIO
 from llava_mcore.data.encode.placeholders import expand
 from llava_mcore.data.samples import Turn
+from llava_mcore.media.media import Size
+from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import features_per_tile
-from llava_mcore.models.media import Size
-from llava_mcore.pixels import normalize
 from tests.helpers.encoding import tiles
 
 BATCH = 12

@@ -13,7 +13,7 @@ from llava_mcore.data.encode.placeholders import expand, media_tokens
 from llava_mcore.data.encode.preprocess import ImagePreprocessor
 from llava_mcore.data.encode.text.tokens import ChatTokens
 from llava_mcore.data.samples import MediaSpan, Turn
-from llava_mcore.models.media import MediaTokens, SameTokens
+from llava_mcore.media.media import MediaTokens, SameTokens
 
 N = 16
 

@@ -19,11 +19,11 @@ from transformers import (
     Idefics2Processor,
 )
 
-from llava_mcore.batch_fields import MEDIA_SEQLENS
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.encode.placeholders import expand
 from llava_mcore.data.samples import Conversation, Turn
-from llava_mcore.models.media import Size
+from llava_mcore.media.batch_fields import MEDIA_SEQLENS
+from llava_mcore.media.media import Size
 from tests.helpers.tiny_classes import without_type, write
 from tests.helpers.tiny_hf import PATCH, make_tokenizer, text_config, vision_config
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
 from llava_mcore.checkpoint.dist import load_weights, model_state, save_state
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.convert.logits_worker import forward
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, PIXEL_VALUES
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.checkpoint import save_plan
 from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, FileError, TrainingError
+from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.parallel.groups import Groups, gather_to_all
 from llava_mcore.parallel.share import share_step
 from llava_mcore.training.closing import warn_on_failure

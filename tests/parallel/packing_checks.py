@@ -12,12 +12,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.samples import Batch
+from llava_mcore.media.batch_fields import PICTURE_FIELDS
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
 from tests.parallel.checks import join, load_model

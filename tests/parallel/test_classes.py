@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from tests.helpers.batches import FakeLoader

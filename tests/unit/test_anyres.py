@@ -28,7 +28,9 @@ from transformers import (
 from transformers.models.llava_next.modeling_llava_next import LlavaNextModel
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
-from llava_mcore.batch_fields import (
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.errors import ConversionError
+from llava_mcore.media.batch_fields import (
     FEATURE_POSITIONS,
     FEATURE_ROWS,
     NEWLINE_POSITIONS,
@@ -36,10 +38,8 @@ from llava_mcore.batch_fields import (
     RESIZED_ROWS,
     RESIZED_WEIGHTS,
 )
-from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.errors import ConversionError
+from llava_mcore.media.media import MediaTokens, Size
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import MediaTokens, Size
 from tests.helpers import class_tokens
 from tests.helpers.cases import PICTURE_SIZES, media_plan
 from tests.helpers.class_tokens import assert_same_ids, assert_same_tiles

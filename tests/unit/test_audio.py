@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
 from llava_mcore.adapters.linear_layers import model_layers
-from llava_mcore.batch_fields import PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import check, inspect_folder
 from llava_mcore.cli import import_hf as import_command
@@ -34,9 +33,10 @@ from llava_mcore.data.encode.encode import tokenize
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import Batch, Conversation, EncodedSample, Sound, Turn
 from llava_mcore.errors import ConversionError, DataError
+from llava_mcore.media.audio_lengths import ClipLengths
+from llava_mcore.media.batch_fields import PIXEL_VALUES, media_work
+from llava_mcore.media.clip_plan import AudioPlan
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.audio.clip_plan import AudioPlan
-from llava_mcore.models.audio.lengths import ClipLengths
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.parallel.batch import MicroBatch, longest, longest_media

@@ -15,8 +15,8 @@ from llava_mcore.config.sections.data import DataConfig, PixelRange
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.budgets import check_budgets, media_budgets, warnings_of_large_media
 from llava_mcore.errors import ConfigError
-from llava_mcore.models.audio.clip_plan import AudioPlan
-from llava_mcore.models.media import MediaBudget
+from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.media import MediaBudget
 from tests.helpers.bad_data_makers import good
 from tests.helpers.tiny_audio import make_hf_audio
 from tests.helpers.tiny_classes import make_hf_idefics3, make_hf_internvl

@@ -28,7 +28,7 @@ from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.encode.placeholders import expand
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError
-from llava_mcore.models.media import VideoShape
+from llava_mcore.media.media import VideoShape
 from tests.helpers.build_checks import assert_converts
 from tests.helpers.build_parts import VOCAB, load, tensors_of
 

@@ -16,17 +16,17 @@ from transformers.image_utils import SizeDict
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
-from llava_mcore.batch_fields import MediaWork
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.cli import inspect_folder
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConversionError, DataError, LlavaMcoreError
+from llava_mcore.media.batch_fields import MediaWork
+from llava_mcore.media.media import Processing
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.idefics3 import Idefics3
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
-from llava_mcore.models.media import Processing
 from llava_mcore.models.vision.idefics import is_plain_grid
 from tests.helpers.cases import PICTURE_SIZES, hf_pixels
 from tests.helpers.class_checks import assert_torch_counts_the_same, edited

@@ -24,10 +24,10 @@ from llava_mcore.files import direct_writer as writer
 from llava_mcore.files import tensor_bytes as raw
 from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.safetensors_writer import DTYPES, plan_file, read_offsets, write_tensors
-from llava_mcore.mapping.layouts import Concat, FuseQKV, PadColumns, PadParts, PadRows, Reshape
-from llava_mcore.mapping.sharding import COLUMN
-from llava_mcore.mapping.slices import Scratch, TensorSlice, read_slice, slices_of_range
-from llava_mcore.mapping.table import Entry
+from llava_mcore.weights.layouts import Concat, FuseQKV, PadColumns, PadParts, PadRows, Reshape
+from llava_mcore.weights.sharding import COLUMN
+from llava_mcore.weights.slices import Scratch, TensorSlice, read_slice, slices_of_range
+from llava_mcore.weights.table import Entry
 
 BLOCK = writer._BLOCK
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

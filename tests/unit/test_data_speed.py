@@ -30,8 +30,8 @@ from llava_mcore.data.loader.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import SameTokens
-from llava_mcore.pixels import normalize
+from llava_mcore.media.media import SameTokens
+from llava_mcore.media.pixels import normalize
 from tests.helpers.encoding import tiles
 from tests.unit.test_data_loader import assert_equal, open_loader, take
 from tests.unit.test_data_shards import make_vqa

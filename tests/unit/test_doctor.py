@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS
 from llava_mcore.check_data.examiner import Examiner, Finding
 from llava_mcore.check_data.scan import choose, scan
 from llava_mcore.check_data.show import conversation_text
@@ -21,7 +20,8 @@ from llava_mcore.cli.check import main
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import MediaTokens, SameTokens, Size
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS
+from llava_mcore.media.media import MediaTokens, SameTokens, Size
 from tests.helpers.bad_data_files import BLEND
 from tests.helpers.bad_data_makers import ANSWERED, ASKED, GOOD, good, index, messages, picture, write_tar
 

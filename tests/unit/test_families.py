@@ -21,13 +21,13 @@ from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConfigError, ConversionError
-from llava_mcore.mapping.layouts import Copy
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.registry import texts_of_any_class
 from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class
 from llava_mcore.training import layer_choice
 from llava_mcore.training.layer_choice import transformer_impl
+from llava_mcore.weights.layouts import Copy
+from llava_mcore.weights.table import Entry
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.parallel.training_checks import run_config

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from llava_mcore.batch_fields import MediaWork
+from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.flops import Flops, TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.vision.features import feature_choice

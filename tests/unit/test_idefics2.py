@@ -17,7 +17,6 @@ from transformers import AutoProcessor
 from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddings
 
-from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.cli import inspect_folder
 from llava_mcore.convert.import_hf import import_hf
@@ -25,10 +24,11 @@ from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.encode.text.around_media import rewritten
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.models.media import AroundMedia, Size
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
+from llava_mcore.media.media import AroundMedia, Size
+from llava_mcore.media.pixels import normalize
 from llava_mcore.models.vision.idefics import position_rows
 from llava_mcore.parallel.groups import single_process
-from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import PATCH

@@ -23,12 +23,12 @@ from llava_mcore.cli import check
 from llava_mcore.cli import export_hf as export_command
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.mapping.fused_norms import FUSED_NORMS
-from llava_mcore.mapping.sharding import Shard
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
+from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.sharding import Shard
 from tests.helpers.tiny_hf import make_hf_llava
 
 

@@ -22,8 +22,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.parallel.groups import single_process
+from llava_mcore.weights.fused_norms import FUSED_NORMS
 from tests.helpers.tiny_hf import make_hf_llava
 
 PATCHES = 576

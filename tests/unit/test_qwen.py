@@ -16,7 +16,6 @@ from transformers import AutoProcessor, AutoVideoProcessor
 from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata
 
-from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.cli import inspect_folder
@@ -32,10 +31,11 @@ from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConfigError, ConversionError, DataError
 from llava_mcore.inference.answering.job import Layout
 from llava_mcore.inference.answering.megatron_answers import usable_checkpoint
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
+from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.limits import require_deepstack_layers
-from llava_mcore.pixels import normalize
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava

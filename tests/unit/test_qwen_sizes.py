@@ -15,17 +15,17 @@ from PIL import Image
 from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
-from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.encode.images import decode_image
 from llava_mcore.data.encode.placeholders import expand
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.media.media import VideoShape
+from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import VideoShape
-from llava_mcore.models.patch_plan import PatchPlan
-from llava_mcore.pixels import normalize
+from llava_mcore.models.vision.patch_plan import PatchPlan
 from tests.helpers.class_checks import batch_of
 from tests.helpers.tiny_qwen import KINDS, make_each_kind
 from tests.helpers.videos import noise

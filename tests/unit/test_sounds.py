@@ -18,7 +18,6 @@ import soxr
 import torch
 from transformers import AutoProcessor
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
 from llava_mcore.cli.check import main as check
 from llava_mcore.cli.prepare import main as prepare
 from llava_mcore.data.encode.assets import Assets, load_assets
@@ -26,6 +25,7 @@ from llava_mcore.data.encode.sound import sound_files
 from llava_mcore.data.encode.sound.sound_files import check_sound, decode_sound, sound_format, sound_length
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
 from llava_mcore.prepare.row_types import Reason
 from tests.helpers.bad_data_makers import Parts, index, messages, write_tar
 from tests.helpers.tiny_audio import RATE, encoded, make_hf_audio, wave

@@ -24,7 +24,7 @@ from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.encode.pixel_range import FRAMES, write_pixel_range
 from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import VideoShape
+from llava_mcore.media.media import VideoShape
 from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.tiny_hf import make_hf_llava, make_onevision
 from tests.helpers.tiny_qwen import KINDS, make_each_kind

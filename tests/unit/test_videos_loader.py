@@ -10,11 +10,11 @@ import pytest
 import torch
 from megatron.energon.cli.main import main as energon
 
-from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.cli.check import main as check
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.samples import MediaSpan
-from llava_mcore.models.media import VideoShape
+from llava_mcore.media.batch_fields import PIXEL_VALUES
+from llava_mcore.media.media import VideoShape
 from tests.helpers.bad_data_makers import Parts, index, messages, write_tar
 from tests.helpers.tiny_hf import make_onevision
 from tests.helpers.videos import noise, video

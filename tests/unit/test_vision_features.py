@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from llava_mcore.batch_fields import PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConversionError
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.media.pixels import NO_SCALE
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.configs import ModelOptions, Recompute
 from llava_mcore.models.multimodal import VisionLanguageModel, insert_features
 from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.parallel.groups import single_process
-from llava_mcore.pixels import NO_SCALE
 from tests.helpers.tiny_hf import make_hf_llava
 
 CASES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from llava_mcore.files.tensor_bytes import TensorAt
-from llava_mcore.mapping.slices import TensorSlice
+from llava_mcore.weights.slices import TensorSlice
 
 
 def byte_ranges_of[Source](

@@ -19,8 +19,8 @@ from llava_mcore.errors import CheckpointError
 from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, sha256
 from llava_mcore.files.torch_files import LOAD_ERRORS, why_refused
-from llava_mcore.mapping.slices import Scratch, Shape, TensorSlice, read_slice
-from llava_mcore.mapping.table import Entry
+from llava_mcore.weights.slices import Scratch, Shape, TensorSlice, read_slice
+from llava_mcore.weights.table import Entry
 
 
 @dataclass(frozen=True)

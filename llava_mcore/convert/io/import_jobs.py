@@ -20,8 +20,8 @@ from llava_mcore.checkpoint.checksums import Checksum
 from llava_mcore.convert.io.byte_ranges import byte_ranges_of
 from llava_mcore.files.direct_writer import Writer
 from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, is_finite, sha256
-from llava_mcore.mapping.slices import Scratch, Shape, TensorSlice, read_slice
-from llava_mcore.mapping.table import Entry
+from llava_mcore.weights.slices import Scratch, Shape, TensorSlice, read_slice
+from llava_mcore.weights.table import Entry
 
 _CHECKSUMS = threading.Lock()  # torch.save's setting is shared by all threads
 _ALIGNMENT = 64  # bytes; allows an export to map the values in the file

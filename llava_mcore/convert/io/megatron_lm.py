@@ -23,9 +23,9 @@ from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.regular import require_regular
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.files.torch_files import LOAD_ERRORS, why_refused
-from llava_mcore.mapping.fused_norms import FUSED_NORMS
-from llava_mcore.mapping.sharding import Shard
-from llava_mcore.mapping.slices import Shape, TensorSlice
+from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.sharding import Shard
+from llava_mcore.weights.slices import Shape, TensorSlice
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")

@@ -13,7 +13,7 @@ from llava_mcore.checkpoint.torch_dist_metadata import read_metadata
 from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.tensor_bytes import TensorAt
-from llava_mcore.mapping.slices import Shape, TensorSlice
+from llava_mcore.weights.slices import Shape, TensorSlice
 
 
 @dataclass(frozen=True)

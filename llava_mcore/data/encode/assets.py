@@ -30,9 +30,9 @@ from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import CheckpointError, ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.regular import kind_of
 from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.media.media import MediaPlan
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import MediaPlan
 
 logger = logging.getLogger(__name__)
 

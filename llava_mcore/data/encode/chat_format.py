@@ -23,7 +23,7 @@ from llava_mcore.data.encode.text.turn_texts import changed, changed_strings, te
 from llava_mcore.data.encode.text.typed_tokens import TypedTokens
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import NOTHING_AROUND, AroundMedia
+from llava_mcore.media.media import NOTHING_AROUND, AroundMedia
 from llava_mcore.templates import fixed_date
 
 TOKENS_FORMAT = 2

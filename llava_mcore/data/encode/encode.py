@@ -16,7 +16,7 @@ from llava_mcore.data.encode.stored_tokens import TOKENS_KEY, from_json, is_by, 
 from llava_mcore.data.encode.text.tokens import TextTokens
 from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import MediaPlan, MediaTokens
+from llava_mcore.media.media import MediaPlan, MediaTokens
 
 
 class TooLongError(DataError):

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import Size
+from llava_mcore.media.media import Size
 
 # Pillow would warn about pictures that max_picture_pixels allows.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

@@ -13,7 +13,7 @@ from llava_mcore.data.encode.sound.sound_files import sound_length
 from llava_mcore.data.encode.text.tokens import ChatTokens, TextTokens
 from llava_mcore.data.samples import Sound, Video
 from llava_mcore.errors import DataError
-from llava_mcore.models.media import MediaPlan, MediaTokens, Size, VideoShape
+from llava_mcore.media.media import MediaPlan, MediaTokens, Size, VideoShape
 
 NO_SIZE: Size = (0, 0)
 """Size of a picture if the tokens do not depend on it."""

@@ -17,10 +17,10 @@ from llava_mcore.data.encode.video_processor import Videos, choose_videos
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.architectures.hf_config import VALUE_ERRORS
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.audio.clip_plan import AudioPlan
-from llava_mcore.models.media import MediaPlan, Processing
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 LOAD_ERRORS = (*VALUE_ERRORS, OSError, RuntimeError, ImportError, StrictDataclassError)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.models.media import MediaBudget
-from llava_mcore.models.patch_plan import PatchPlan
+from llava_mcore.media.media import MediaBudget
+from llava_mcore.models.vision.patch_plan import PatchPlan
 
 HAPPENS = {
     "drop": "samples with larger ones are skipped",

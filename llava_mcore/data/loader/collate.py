@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llava_mcore.batch_fields import PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
-from llava_mcore.models.media import index_values, position_ids
-from llava_mcore.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
+from llava_mcore.media.media import index_values, position_ids
+from llava_mcore.media.pixels import NO_SCALE
 
 
 def collate(

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from llava_mcore.pixels import as_used, in_memory
+from llava_mcore.media.pixels import as_used, in_memory
 
 
 @dataclass(frozen=True, slots=True)

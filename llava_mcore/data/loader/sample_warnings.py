@@ -8,7 +8,7 @@ from pathlib import Path
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.marks import LITERAL_REASON
 from llava_mcore.data.samples import Batch
-from llava_mcore.models.media import DEFAULT_FPS
+from llava_mcore.media.media import DEFAULT_FPS
 
 logger = logging.getLogger(__name__)
 

@@ -25,14 +25,14 @@ from megatron.energon.errors import SYSTEM_EXCEPTIONS, FatalSampleError
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from llava_mcore.batch_fields import PIXEL_VALUES
 from llava_mcore.data.loader.energon_state import from_plain, to_plain
 from llava_mcore.data.loader.pixel_buffers import Buffered, PixelBuffers
 from llava_mcore.data.loader.skips import Skips
 from llava_mcore.data.samples import Batch, Skip
 from llava_mcore.data.storage.remote import STORAGE_ERRORS, storage_message
 from llava_mcore.errors import DataError, problems
-from llava_mcore.pixels import as_used, in_memory
+from llava_mcore.media.batch_fields import PIXEL_VALUES
+from llava_mcore.media.pixels import as_used, in_memory
 
 NUMBERS_OF_STREAMS = (48, 24, 12, 6, 4, 2, 1)
 """Numbers with many divisors: a run can continue on 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks without reading twice."""

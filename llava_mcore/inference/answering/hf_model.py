@@ -39,8 +39,8 @@ from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.inference.answering.job import Dtype, ReadOptions
 from llava_mcore.inference.generation.settings import Settings
+from llava_mcore.media.media import DEFAULT_FPS
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.media import DEFAULT_FPS
 from llava_mcore.models.whole_folder import open_whole_folder
 
 Quantization = Literal["4bit", "8bit"]

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from llava_mcore.batch_fields import Fields
 from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.inference.generation.cache import cached_rows
 from llava_mcore.inference.generation.prompt import Prompt
 from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.inference.generation.stages import CachedModel
+from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups

@@ -9,7 +9,7 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.encode import check_length, check_media, expanded
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import Batch, Conversation, EncodedSample
-from llava_mcore.models.media import position_ids
+from llava_mcore.media.media import position_ids
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llava_mcore.batch_fields import PICTURE_FIELDS, Fields, MediaWork
+from llava_mcore.media.batch_fields import PICTURE_FIELDS, Fields, MediaWork
+from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.connectors.connector import Connector
-from llava_mcore.models.media import MediaPlan, Processing
-from llava_mcore.models.names import KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.models.vision.registry import tile_tower
+from llava_mcore.weights.names import KnownNames
 
 
 class Architecture(ABC):

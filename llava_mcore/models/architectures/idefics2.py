@@ -21,16 +21,16 @@ from transformers import (
 )
 from transformers.models.idefics2.image_processing_idefics2 import get_resize_output_image_size
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, POSITION_ROWS, Fields, MediaWork
 from llava_mcore.errors import ConversionError, DataError
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, POSITION_ROWS, Fields, MediaWork
+from llava_mcore.media.media import AroundMedia, MediaBudget, MediaPlan, MediaTokens, Processing, Size
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.connectors.perceiver import Perceiver
-from llava_mcore.models.media import AroundMedia, MediaBudget, MediaPlan, MediaTokens, Processing, Size
-from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import patch_side
 from llava_mcore.models.vision.idefics import Idefics2Siglip, position_rows
 from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.weights.names import HfNames, KnownNames
 
 _STYLE = HfNames("model.vision_model.", "model.connector.", "model.text_model.", "lm_head.weight")
 _DEFAULT_SEQ_LEN = 64

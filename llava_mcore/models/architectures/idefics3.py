@@ -24,15 +24,15 @@ from transformers import (
 )
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
-from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.errors import ConversionError
+from llava_mcore.media.batch_fields import PICTURE_FIELDS
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.shuffle_linear import ShuffleLinear
-from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
-from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.geometry import image_side, num_patches
+from llava_mcore.weights.names import HfNames, KnownNames
 
 _STYLE = HfNames("model.vision_model.", "model.connector.", "model.text_model.", "lm_head.weight")
 _DEFAULT_SEQ_LEN = 169

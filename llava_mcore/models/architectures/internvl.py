@@ -19,16 +19,16 @@ from transformers import (
 )
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
-from llava_mcore.batch_fields import PICTURE_FIELDS
 from llava_mcore.errors import ConversionError
+from llava_mcore.media.batch_fields import PICTURE_FIELDS
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.architectures.llava import NAMES
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.pixel_shuffle import PixelShuffle
-from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
-from llava_mcore.models.names import KnownNames
 from llava_mcore.models.vision.features import FeatureChoice, feature_choice
 from llava_mcore.models.vision.geometry import num_patches
+from llava_mcore.weights.names import KnownNames
 
 _MARKS = ("start_image_token", "end_image_token")
 _DEFAULT_SEQ_LENGTH = 256

@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PretrainedConfig
 
+from llava_mcore.media.media import MediaPlan, Processing, SameTokens
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.mlp import Mlp
-from llava_mcore.models.media import MediaPlan, Processing, SameTokens
-from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice, feature_choice
 from llava_mcore.models.vision.geometry import num_patches
+from llava_mcore.weights.names import HfNames, KnownNames
 
 NAMES = KnownNames(
     vision=(

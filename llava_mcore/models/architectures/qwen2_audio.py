@@ -11,14 +11,14 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from llava_mcore.batch_fields import SOUND_FIELDS, Fields, MediaWork
+from llava_mcore.media.batch_fields import SOUND_FIELDS, Fields, MediaWork
+from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.architectures.base import Architecture
-from llava_mcore.models.audio.clip_plan import AudioPlan
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.linear import LinearConnector
-from llava_mcore.models.media import MediaPlan, Processing
-from llava_mcore.models.names import HfNames, KnownNames
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.weights.names import HfNames, KnownNames
 
 _HUB = HfNames("audio_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight")
 _NEW = HfNames("model.audio_tower.", "model.multi_modal_projector.", "model.language_model.", "lm_head.weight")

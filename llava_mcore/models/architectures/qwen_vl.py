@@ -20,17 +20,17 @@ from transformers import (
     Qwen3VLModel,
 )
 
-from llava_mcore.batch_fields import Fields, MediaWork
 from llava_mcore.errors import ConversionError
+from llava_mcore.media.batch_fields import Fields, MediaWork
+from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.patch_merger import MergerNames, PatchMerger
-from llava_mcore.models.media import MediaPlan, Processing
-from llava_mcore.models.names import HfNames, KnownNames
-from llava_mcore.models.patch_plan import PatchPlan, TimedPlan, TimestampPlan
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.patch_plan import PatchPlan, TimedPlan, TimestampPlan
 from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlTower, Qwen25VlTower
 from llava_mcore.models.vision.registry import qwen_tower
+from llava_mcore.weights.names import HfNames, KnownNames
 
 _OLD = HfNames("visual.", "visual.", "model.", "lm_head.weight")
 _NEW = HfNames("model.visual.", "model.visual.", "model.language_model.", "lm_head.weight")

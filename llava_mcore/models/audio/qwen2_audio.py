@@ -7,16 +7,16 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from llava_mcore.batch_fields import MediaWork
-from llava_mcore.mapping.layouts import FuseQKV, FuseQV
-from llava_mcore.mapping.sharding import COLUMN, REPLICATED
-from llava_mcore.mapping.table import Entry
+from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.activations import activation
 from llava_mcore.models.audio.encoder import AudioShape, AudioTransformer
-from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.family import TowerWork, VisionFamily
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.layers.encoder_layers import WEIGHT_BIAS, layer_entries, require
+from llava_mcore.weights.layouts import FuseQKV, FuseQV
+from llava_mcore.weights.names import LayerNames
+from llava_mcore.weights.sharding import COLUMN, REPLICATED
+from llava_mcore.weights.table import Entry
 
 NORM_EPS = 1e-5
 """Epsilon of every norm of the encoder; transformers has no setting for it."""

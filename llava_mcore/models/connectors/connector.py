@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.table import Entry
+from llava_mcore.weights.table import Entry
 
 
 @dataclass(frozen=True)

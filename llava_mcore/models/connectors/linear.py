@@ -11,9 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.sharding import COLUMN
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.connectors.connector import Connector, Output
+from llava_mcore.weights.sharding import COLUMN
+from llava_mcore.weights.table import Entry
 
 
 class LinearConnector(Connector):

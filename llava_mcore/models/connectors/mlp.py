@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.sharding import COLUMN, REPLICATED, ROW
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
 from llava_mcore.models.connectors.connector import Connector, Output
+from llava_mcore.weights.sharding import COLUMN, REPLICATED, ROW
+from llava_mcore.weights.table import Entry
 
 
 class Mlp(Connector):

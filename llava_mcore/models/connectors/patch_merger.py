@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.sharding import COLUMN, REPLICATED, ROW
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.vision.registry import qwen_tower
+from llava_mcore.weights.sharding import COLUMN, REPLICATED, ROW
+from llava_mcore.weights.table import Entry
 
 _WEIGHT_BIAS = ("weight", "bias")
 

@@ -24,15 +24,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from llava_mcore.batch_fields import MEDIA_SEQLENS
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Concat
-from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
-from llava_mcore.mapping.table import Entry
+from llava_mcore.media.batch_fields import MEDIA_SEQLENS
 from llava_mcore.models.activations import activation
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.norms import TorchNorm
+from llava_mcore.weights.layouts import Concat
+from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
+from llava_mcore.weights.table import Entry
 
 _GATED_WIDTH = 4
 """Width of the MLPs after the latents' attention, in hidden sizes: Idefics2PerceiverLayer has no setting for it."""

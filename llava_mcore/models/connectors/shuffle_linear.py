@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.sharding import COLUMN
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.connectors.pixel_shuffle import check_grid, num_shuffled, pixel_shuffle
+from llava_mcore.weights.sharding import COLUMN
+from llava_mcore.weights.table import Entry
 
 _NAME = "modality_projection.proj"
 

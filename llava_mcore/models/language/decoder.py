@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from llava_mcore.compat.megatron_layers import change_class, set_frequencies, set_rotary_factor, use_position_ids
-from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
 from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
@@ -37,6 +36,7 @@ from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import TokenRopeSelfAttention
+from llava_mcore.weights.fused_norms import FUSED_NORMS
 
 
 class TokenRope(nn.Module):

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Concat, FuseQKV, PadRows
-from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
-from llava_mcore.models.names import TextNames
+from llava_mcore.weights.layouts import Concat, FuseQKV, PadRows
+from llava_mcore.weights.names import TextNames
+from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
+from llava_mcore.weights.table import Entry
 
 
 def head_dim(hf: PretrainedConfig) -> int:

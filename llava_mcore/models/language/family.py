@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.language.shape import DecoderShape
-from llava_mcore.models.names import TextNames
+from llava_mcore.weights.names import TextNames
+from llava_mcore.weights.table import Entry
 
 
 class LanguageFamily(ABC):

@@ -12,13 +12,13 @@ from transformers import PretrainedConfig
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Regroup
-from llava_mcore.mapping.sharding import COLUMN, GATED_COLUMN
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.language.dense import expand_layers, norm_entries, output_entries, transformer_fields
 from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import USUAL_NAMES, DecoderShape, rope_from_hf
-from llava_mcore.models.names import TextNames
+from llava_mcore.weights.layouts import Regroup
+from llava_mcore.weights.names import TextNames
+from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN
+from llava_mcore.weights.table import Entry
 
 _NAMES = replace(USUAL_NAMES, query_key_value=("self_attn.qkv_proj",), into=("mlp.gate_up_proj",))
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.language.dense import expand_layers, head_norm_entries, layer_entries, transformer_fields
 from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
-from llava_mcore.models.names import TextNames
+from llava_mcore.weights.names import TextNames
+from llava_mcore.weights.table import Entry
 
 
 class Qwen3(LanguageFamily):

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.names import LayerNames
+from llava_mcore.weights.names import LayerNames
 
 # Frequencies that depend on the sequence length (dynamic, longrope) have no fixed table.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

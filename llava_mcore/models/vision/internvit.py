@@ -6,8 +6,6 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.table import Entry
-from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.family import TileTower
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.layers.encoder_layers import (
@@ -20,6 +18,8 @@ from llava_mcore.models.vision.layers.encoder_layers import (
     unused_norm,
 )
 from llava_mcore.models.vision.transformer import VisionShape
+from llava_mcore.weights.names import LayerNames
+from llava_mcore.weights.table import Entry
 
 _CONV = "embeddings.patch_embeddings.projection"
 _NAMES = LayerNames(

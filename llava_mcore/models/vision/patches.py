@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from llava_mcore.batch_fields import (
+from llava_mcore.media.batch_fields import (
     MEDIA_SEQLENS,
     PATCH_POSITIONS,
     PIXEL_VALUES,
@@ -34,9 +34,7 @@ from llava_mcore.batch_fields import (
     WINDOW_ORDER,
     WINDOW_SEQLENS,
 )
-from llava_mcore.mapping.fused_norms import FUSED_NORMS
 from llava_mcore.models.attention import ManyShortAttention, SDPAttention
-from llava_mcore.models.names import LayerNames
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
 from llava_mcore.models.vision.features import FeatureChoice
@@ -44,6 +42,8 @@ from llava_mcore.models.vision.layers.padded_mlp import clear_padding
 from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.items import Items, MediaLengths
+from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.names import LayerNames
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from llava_mcore.batch_fields import (
+from llava_mcore.errors import ConversionError
+from llava_mcore.media.batch_fields import (
     MEDIA_SEQLENS,
     PATCH_FIELDS,
     PATCH_POSITIONS,
@@ -33,17 +34,16 @@ from llava_mcore.batch_fields import (
     Fields,
     MediaWork,
 )
-from llava_mcore.errors import ConversionError
-from llava_mcore.mapping.layouts import Reshape
-from llava_mcore.mapping.sharding import REPLICATED
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.activations import activation
-from llava_mcore.models.names import LayerNames
 from llava_mcore.models.vision.family import PatchTower, TowerWork
 from llava_mcore.models.vision.geometry import patch_side
 from llava_mcore.models.vision.layers.encoder_layers import layer_entries
 from llava_mcore.models.vision.layers.padded_mlp import padded_width
 from llava_mcore.models.vision.patches import PatchShape
+from llava_mcore.weights.layouts import Reshape
+from llava_mcore.weights.names import LayerNames
+from llava_mcore.weights.sharding import REPLICATED
+from llava_mcore.weights.table import Entry
 
 Grid = tuple[int, int, int]
 """Patches of a picture or video: steps of time, rows, columns."""

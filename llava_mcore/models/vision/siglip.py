@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from llava_mcore.mapping.sharding import REPLICATED
-from llava_mcore.mapping.table import Entry
 from llava_mcore.models.vision.family import TileTower
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.layers.encoder_layers import (
@@ -18,6 +16,8 @@ from llava_mcore.models.vision.layers.encoder_layers import (
     unused_norm,
 )
 from llava_mcore.models.vision.transformer import VisionShape
+from llava_mcore.weights.sharding import REPLICATED
+from llava_mcore.weights.table import Entry
 
 # The attention-pooling head; torch's MultiheadAttention names its input projection with an underscore.
 _HEAD_MODULES = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")

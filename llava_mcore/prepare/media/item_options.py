@@ -21,7 +21,7 @@ from llava_mcore.data.encode.images import ToRgb, decode_image, on_white
 from llava_mcore.data.encode.record_keys import CLIP_KEYS, SIZE_KEYS
 from llava_mcore.data.encode.sample_media import check_fps
 from llava_mcore.errors import DataError
-from llava_mcore.models.patch_plan import PatchPlan
+from llava_mcore.models.vision.patch_plan import PatchPlan
 from llava_mcore.prepare.row_types import BadSample, Reason
 from llava_mcore.prepare.sampling import Sampling
 

@@ -33,8 +33,8 @@ from llava_mcore.compat.megatron_optimizer import (
     set_weights_and_moments,
     weights_and_moments,
 )
-from llava_mcore.mapping.slices import slices_of_range
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.weights.slices import slices_of_range
 
 PARAM_STATE = "param_state"
 CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")

@@ -16,9 +16,9 @@ from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libr
 from llava_mcore.data.samples import MediaSpan, Sound
 from llava_mcore.errors import DataError
 from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.pixels import NO_SCALE
 from llava_mcore.models.architectures.registry import architecture_of, classes_that_take_audios
-from llava_mcore.models.audio.clip_plan import AudioPlan
-from llava_mcore.pixels import NO_SCALE
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from llava_mcore.data.encode.text.spans import Span
-from llava_mcore.models.media import AroundMedia
+from llava_mcore.media.media import AroundMedia
 
 
 def rewritten(text: str, spans: Sequence[Span], around: AroundMedia) -> tuple[str, list[Span]]:

@@ -16,7 +16,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from llava_mcore.build.classes.base import FolderClass, tile_settings
+from llava_mcore.build.architectures.base import FolderClass, tile_settings
 from llava_mcore.build.language import IMAGE_TOKEN, VIDEO_TOKEN, TokenIds
 from llava_mcore.build.vision import FeatureShape
 from llava_mcore.errors import ConfigError

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import BaseImageProcessor
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
-from llava_mcore.batch_fields import (
+from llava_mcore.media.batch_fields import (
     FEATURE_POSITIONS,
     FEATURE_ROWS,
     NEWLINE_POSITIONS,
@@ -34,7 +34,7 @@ from llava_mcore.batch_fields import (
     Field,
     Fields,
 )
-from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Size
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Size
 
 NEXT_FIELDS: Fields = dict(PICTURE_FIELDS) | {
     FEATURE_ROWS: Field((torch.int64,), index_of="features"),

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from llava_mcore.compat.torch import is_view_of
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.mapping.layouts import Copy, TensorTransform
-from llava_mcore.mapping.sharding import Shard
-from llava_mcore.mapping.slices import Shape, TensorSlice
+from llava_mcore.weights.layouts import Copy, TensorTransform
+from llava_mcore.weights.sharding import Shard
+from llava_mcore.weights.slices import Shape, TensorSlice
 
 
 @dataclass(frozen=True)

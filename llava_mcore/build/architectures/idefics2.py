@@ -14,8 +14,8 @@ from transformers import (
 )
 from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
 
-from llava_mcore.build.classes.base import tile_settings
-from llava_mcore.build.classes.idefics import IdeficsFolder
+from llava_mcore.build.architectures.base import tile_settings
+from llava_mcore.build.architectures.idefics import IdeficsFolder
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.vision import FeatureShape
 from llava_mcore.models.architectures.registry import architecture_of

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from llava_mcore.batch_fields import Fields
-from llava_mcore.models.media import MediaTokens, VideoShape
-from llava_mcore.models.tiles.anyres import AnyRes, AnyResPlan, bilinear
+from llava_mcore.media.batch_fields import Fields
+from llava_mcore.media.media import MediaTokens, VideoShape
+from llava_mcore.media.tiles.anyres import AnyRes, AnyResPlan, bilinear
 
 _CACHED_LENGTHS = 32
 """Cache size, small because 1,000 frames take 10 MB."""

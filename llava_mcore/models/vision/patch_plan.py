@@ -25,9 +25,9 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, WINDOW_ORDER
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.models.media import DEFAULT_FPS, MediaPlan, MediaTokens, Processing, Size, VideoShape
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, WINDOW_ORDER
+from llava_mcore.media.media import DEFAULT_FPS, MediaPlan, MediaTokens, Processing, Size, VideoShape
 from llava_mcore.models.vision.geometry import patch_side
 from llava_mcore.models.vision.qwen import Grid, QwenTower
 

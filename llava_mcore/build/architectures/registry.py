@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from llava_mcore.build.classes.base import FolderClass
-from llava_mcore.build.classes.grids import NextFolder, OnevisionFolder
-from llava_mcore.build.classes.idefics2 import Idefics2Folder
-from llava_mcore.build.classes.idefics3 import Idefics3Folder, SmolVlmFolder
-from llava_mcore.build.classes.internvl import InternVlFolder
-from llava_mcore.build.classes.llava import LlavaFolder
+from llava_mcore.build.architectures.base import FolderClass
+from llava_mcore.build.architectures.grids import NextFolder, OnevisionFolder
+from llava_mcore.build.architectures.idefics2 import Idefics2Folder
+from llava_mcore.build.architectures.idefics3 import Idefics3Folder, SmolVlmFolder
+from llava_mcore.build.architectures.internvl import InternVlFolder
+from llava_mcore.build.architectures.llava import LlavaFolder
 from llava_mcore.build.options import CONNECTORS, BuildOptions
 from llava_mcore.errors import ConfigError
 

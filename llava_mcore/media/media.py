@@ -20,7 +20,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 
 Size = tuple[int, int]
 """Height and width of a picture in pixels, after its EXIF rotation."""

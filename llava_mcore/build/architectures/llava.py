@@ -10,7 +10,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from llava_mcore.build.classes.base import FolderClass
+from llava_mcore.build.architectures.base import FolderClass
 from llava_mcore.build.language import IMAGE_TOKEN, TokenIds
 from llava_mcore.build.vision import FeatureShape
 from llava_mcore.models.vision.geometry import patch_side

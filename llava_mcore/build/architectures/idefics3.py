@@ -21,8 +21,8 @@ from transformers import (
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 
-from llava_mcore.build.classes.base import tile_settings
-from llava_mcore.build.classes.idefics import IdeficsFolder
+from llava_mcore.build.architectures.base import tile_settings
+from llava_mcore.build.architectures.idefics import IdeficsFolder
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.vision import FeatureShape
 from llava_mcore.errors import ConfigError

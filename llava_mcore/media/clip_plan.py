@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, WhisperFeatureExtractor
 
-from llava_mcore.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, SOUND_FIELDS
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.models.audio.lengths import ROWS_BEFORE, ClipLengths
-from llava_mcore.models.media import MediaBudget, MediaPlan, MediaTokens, Size
+from llava_mcore.media.audio_lengths import ROWS_BEFORE, ClipLengths
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, SOUND_FIELDS
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Size
 
 FRAMES_AFTER = 4
 """Frames of silence after a clip that are computed. The last two do not depend on it, and equal all that follow."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llava_mcore.build.classes.base import FolderClass
+from llava_mcore.build.architectures.base import FolderClass
 from llava_mcore.build.language import TokenIds
 from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.vision import FeatureShape

@@ -35,7 +35,7 @@ test: lint ## Run every check that needs no GPU
 	$(PYTHON) $(PYTEST) -m $(USUAL) tests/e2e tests/parallel tests/unit
 
 test-long: .venv/.installed-dev ## Run the tests that take long
-	$(PYTHON) $(PYTEST) -m long $$(grep -rl mark.long tests --include='test_*.py')
+	$(PYTHON) $(PYTEST) -m 'long and not gpu and not cluster' tests/e2e tests/parallel tests/unit
 
 # What versions of torch and transformers change. The other tests are about our own logic (rules, flags, messages, locks,
 # packing, the importer, the doctor, SLURM), about processes, or about layouts that agree with each other.
@@ -55,9 +55,9 @@ ACROSS_VERSIONS += 'tests/parallel/test_resume_layouts.py::test_resumed_at_anoth
 ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,answering data_loader library serve serve_answers)
 
-# Without ten thousand sizes of pictures: the shorter tests of the same files compare with the same processors.
+# Long tests too, but without ten thousand sizes of pictures: the shorter tests of the same files compare with the same processors.
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
-	$(NEWEST)/bin/python $(PYTEST) -m $(USUAL) -k 'not ten_thousand' $(ACROSS_VERSIONS)
+	$(NEWEST)/bin/python $(PYTEST) -m 'not gpu and not cluster' -k 'not ten_thousand and not 10000 and not 10008' $(ACROSS_VERSIONS)
 
 # In one run, so that usual and long tests of a file share what they compare with. The jobs that are killed and requeued
 # mostly wait: the tests of the newest versions run beside them.

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.helpers.long_tests import is_long, long_patterns
 from tests.helpers.packages import SKIP_REASON
 
 # Tests make all they need: looking for a model on a hub is a mistake, and must not wait for a time-out.
@@ -78,8 +79,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
+    """Mark the tests of `long_tests.txt`; skip tests marked `gpu` where there is none."""
+    patterns = long_patterns()
+    for item in items:
+        if is_long(item.nodeid, patterns):
+            item.add_marker(pytest.mark.long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:

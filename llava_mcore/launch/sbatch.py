@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.launch.singularity import REPOSITORY
+from llava_mcore.launch.checkout import REPOSITORY, require_checkout
 
 FILE = "train.sbatch"
 SECONDS_BEFORE_LIMIT = 300
@@ -29,8 +29,9 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
         on_gpus: whether to ask for `num_gpus` GPUs per node.
 
     Raises:
-        ConfigError: lists every value that a #SBATCH line cannot carry.
+        ConfigError: lists every value that a #SBATCH line cannot carry; or the package is not a checkout.
     """
+    require_checkout("--submit")
     try:
         further = shlex.split(launch.sbatch_options or "")
     except ValueError as error:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from llava_mcore.config.documents import MAX_BYTES
 from llava_mcore.errors import ConfigError, problems
+from llava_mcore.launch.checkout import REPOSITORY, python_path, require_checkout
 from llava_mcore.launch.slurm import address_override
 from llava_mcore.processes.control import run_child
 
 ENGINES = ("singularity", "apptainer")
 FLAG = "--sif-path"
-REPOSITORY = Path(__file__).resolve().parents[2]
 _SYSTEM = tuple(Path(name) for name in ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/sys", "/dev"))
 _NOT_IN_BIND = re.compile(r"[:,\"\x00-\x1f\x7f]")
 _NOT_IN_ENV = re.compile(r"[,\"\x00-\x1f\x7f]")
@@ -121,22 +121,22 @@ def rerun_in_container(sif: Path, argv: Sequence[str], *, dry_run: bool = False)
     """Run a command of ours inside an image and return its exit code; with `dry_run`, print the exact command.
 
     `argv` is the command to run inside the image (see `inner_command`); `--sif-path` is removed from it.
-    Raises ConfigError without an engine or without the image.
+    Raises ConfigError without an engine, without the image, or if the package does not run from a checkout.
     """
+    require_checkout(FLAG)
     require_image(sif)
     engine = next((name for name in ENGINES if shutil.which(name)), None)
     if engine is None and not dry_run:
         raise ConfigError(f"{FLAG} needs {' or '.join(ENGINES)} on PATH, but neither is installed: install one of them")
     cwd = Path.cwd()
     inner = without_image(argv)
-    python_path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = container_argv(
         sif.resolve(),
         inner,
         engine=engine or ENGINES[0],
         gpu=Path("/dev/nvidiactl").exists(),
         binds=bind_folders(inner, cwd),
-        env={"PYTHONPATH": python_path},
+        env={"PYTHONPATH": python_path(os.environ.get("PYTHONPATH")) or ""},
         cwd=cwd,
     )
     if dry_run:

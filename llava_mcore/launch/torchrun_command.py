@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from llava_mcore.launch.checkout import python_path
 from llava_mcore.launch.nodes import ONE_MACHINE, Nodes
-from llava_mcore.launch.singularity import REPOSITORY
 
 
 def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str], nodes: Nodes = ONE_MACHINE) -> list[str]:
@@ -68,8 +67,10 @@ def worker_env(
     `gpu_ids` are indices of the GPUs that `environ` shows; empty means all.
     """
     threads = 1 if device_available else max(1, cpu_cores // num_processes)
-    python_path = os.pathsep.join([str(REPOSITORY), *filter(None, [environ.get("PYTHONPATH")])])
-    env = {"OMP_NUM_THREADS": str(threads), **environ, "PYTHONPATH": python_path}
+    env = {"OMP_NUM_THREADS": str(threads), **environ}
+    path = python_path(environ.get("PYTHONPATH"))
+    if path is not None:
+        env["PYTHONPATH"] = path
     if device_available:
         env.setdefault(*LAUNCH_QUEUES)
         env.setdefault(*GRAPH_REGISTER)

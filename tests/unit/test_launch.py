@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.__main__ import main
+from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.errors import ConfigError
+from llava_mcore.launch import checkout
+from llava_mcore.launch.checkout import REPOSITORY
+from llava_mcore.launch.sbatch import batch_file
 from llava_mcore.launch.singularity import (
-    REPOSITORY,
     bind_folders,
     container_argv,
     inner_command,
@@ -35,6 +38,18 @@ def test_torchrun_command() -> None:
         *("-m", "llava_mcore.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
         *("-m", "some.worker", "--config", "/a b/run.yaml"),
     ]
+
+
+def test_an_installed_package_is_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder has other packages, so it stays off PYTHONPATH; images and batch files need the scripts."""
+    monkeypatch.setattr(checkout, "REPOSITORY", tmp_path)
+    env = worker_env({"PATH": "/bin"}, 1, cpu_cores=1, device_available=False)
+    assert "PYTHONPATH" not in env
+    assert worker_env({"PYTHONPATH": "/x"}, 1, cpu_cores=1, device_available=False)["PYTHONPATH"] == "/x"
+    with pytest.raises(ConfigError, match=f"--sif-path needs a checkout .* is installed in {tmp_path}: clone"):
+        rerun_in_container(tmp_path / "i.sif", ["x"])
+    with pytest.raises(ConfigError, match="--submit needs a checkout"):
+        batch_file("a", LaunchConfig(), tmp_path, [], on_gpus=False)
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,10 @@ def test_the_installed_package_imports_trains_and_exports(built: tuple[Path, Pat
     make_hf_llava(tmp_path / "hf")
     make_dataset(tmp_path / "data")
     sizes = ["--train-iters", "2", "--micro-batch-size", "2", "--global-batch-size", "4", "--seq-length", "64"]
+    places = ["--megatron-load-dir", "megatron", "--tokenizer-load-dir", "hf", "--data-path", "data"]
     commands = [
         ["import-hf", "--hf-dir", "hf", "--megatron-dir", "megatron"],
-        ["train", "-g", "2", "--name", "run", "--megatron-load-dir", "megatron", "--tokenizer-load-dir", "hf"]
-        + ["--data-path", "data", "--save-dir", "save", "--save", *sizes],
+        ["train", "-g", "2", "--name", "run", "--save-dir", "save", "--save", *places, *sizes],
         ["export-hf", "--megatron-dir", "save/run", "--hf-dir", "exported"],
     ]
     env = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "CUDA_VISIBLE_DEVICES": ""}

@@ -38,7 +38,7 @@ test-long: .venv/.installed-dev ## Run the tests that take long
 	$(PYTHON) $(PYTEST) -m long $$(grep -rl mark.long tests --include='test_*.py')
 
 # What versions of torch and transformers change. The other tests are about our own logic (rules, flags, messages, locks,
-# packing, the importer, the doctor, SLURM), about processes, or about layouts that agree with each other.
+# packing, the importer, data checks, SLURM), about processes, or about layouts that agree with each other.
 # Names and numbers: weights there and back, logits and gradients beside Hugging Face's, for every class and family.
 ACROSS_VERSIONS := 'tests/parallel/test_layouts.py::test_parity_and_round_trip[1-1]'
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,activations anyres_model audio check_model classes conversion \

@@ -1,4 +1,4 @@
-"""The doctor: what it reads, counts, prints and decides. What it finds wrong is in test_bad_data_table.py."""
+"""`check --data-path`: what it reads, counts, prints and decides. What it finds wrong is in test_bad_data_table.py."""
 
 from __future__ import annotations
 

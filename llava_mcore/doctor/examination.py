@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import llava_mcore
 from llava_mcore.doctor.imports import import_all
-from llava_mcore.doctor.machine import driver_gpus, environment_rows, gpu_rows, limit_rows, tool_rows
+from llava_mcore.doctor.machine import NvidiaDriver, environment_rows, gpu_rows, limit_rows, tool_rows
 from llava_mcore.doctor.packages import ENGINE, extra_rows, installed_version, module_of, required_rows
 from llava_mcore.doctor.requirements import ProjectRequirements
 from llava_mcore.doctor.rows import DoctorRow
@@ -34,8 +34,8 @@ def examine(environ: Mapping[str, str]) -> Examination:
         ConfigError: pyproject.toml cannot be read.
     """
     project = ProjectRequirements.read()
-    driver, names = driver_gpus()
-    imported = import_all(_modules(project, has_driver=driver is not None))
+    driver = NvidiaDriver.detect()
+    imported = import_all(_modules(project, has_driver=driver.version is not None))
     num_gpus = len(imported.torch["gpus"]) if imported.torch is not None else 0
     extras = extra_rows(project, imported.errors, on_gpus=num_gpus > 0)
     builds_kernels = num_gpus > 0 and installed_version(ENGINE) is not None
@@ -43,7 +43,7 @@ def examine(environ: Mapping[str, str]) -> Examination:
     rows = [
         DoctorRow("llava_mcore", "version", llava_mcore.__version__),
         DoctorRow("llava_mcore", "Python", f"{version}, {sys.executable}", ">=3.12"),
-        *gpu_rows(imported.torch, driver, names),
+        *gpu_rows(imported.torch, driver),
         *required_rows(project, imported.errors),
         *extras,
         *limit_rows(num_gpus),

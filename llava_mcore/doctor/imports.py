@@ -14,7 +14,7 @@ from typing import Any
 from llava_mcore.doctor.probe import MARK
 from llava_mcore.doctor.requirements import CHECKOUT
 
-SECONDS = 180
+SECONDS = 300
 """Limit of all imports together; a network file system may be slow."""
 
 
@@ -48,7 +48,7 @@ def _run(command: Sequence[str], seconds: float) -> tuple[list[dict[str, Any]], 
 
 
 def run_limited(command: Sequence[str], seconds: float) -> tuple[str, str, str | None]:
-    """Run a command of ours; return stdout, stderr and why it was ended: by a signal or by the limit; else None."""
+    """Run a command; return stdout, stderr and why it was ended: by a signal or by the limit; else None."""
     process = subprocess.Popen(
         command,
         env=child_env(),

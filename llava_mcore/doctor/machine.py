@@ -6,14 +6,15 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llava_mcore.compat.triton import NO_COMPILER, can_build_kernels
-from llava_mcore.doctor.rows import DoctorRow
+from llava_mcore.doctor.imports import last_line, run_limited
+from llava_mcore.doctor.rows import DoctorRow, Status
 from llava_mcore.files.open_files import MOST_FILES
 from llava_mcore.launch.gpu_variables import ALLOCATOR, ALLOCATOR_NAMES, GRAPH_REGISTER, LAUNCH_QUEUES
 from llava_mcore.launch.singularity import ENGINES
@@ -23,6 +24,7 @@ GIB = 1 << 30
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = Path("/dev/shm")
 _FEW_FILES = 4096
+_QUERY_SECONDS = 30
 _FP8_FROM = (9, 0)
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "NVTE_")
 _NAMES = (
@@ -47,32 +49,41 @@ _SLOW = {
 """Variables that make runs slow if they are 1."""
 
 
-def driver_gpus() -> tuple[str | None, list[str]]:
-    """Return the driver's version, None without a driver, and the names of the GPUs that nvidia-smi lists."""
-    names: list[str] = []
-    driver = None
-    if shutil.which("nvidia-smi") is not None:
-        query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, check=False)
-        lines = [line.split(", ", 1) for line in done.stdout.splitlines() if done.returncode == 0 and ", " in line]
-        names = [name for _, name in lines]
-        driver = lines[0][0] if lines else None
-    if driver is None and _DRIVER_FILE.is_file():
+@dataclass(frozen=True)
+class NvidiaDriver:
+    """version: None without a driver. gpus: names that nvidia-smi lists. failure: what it says if it lists none."""
+
+    version: str | None
+    gpus: Sequence[str] = ()
+    failure: str = ""
+
+    @classmethod
+    def detect(cls) -> NvidiaDriver:
+        """Ask nvidia-smi, if it is there, else read the file of the driver's module."""
+        failure = ""
+        if shutil.which("nvidia-smi") is not None:
+            query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+            text, errors, reason = run_limited(query, _QUERY_SECONDS)
+            lines = re.findall(r"^(\d+\.[\d.]+), (.+)$", text, re.MULTILINE)
+            if lines:
+                return cls(lines[0][0], [name for _, name in lines])
+            failure = f"nvidia-smi lists no GPU: {reason or last_line(text + errors)}"
+        if not _DRIVER_FILE.is_file():
+            return cls(None, failure=failure)
         match = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER_FILE.read_text(encoding="utf-8"))
-        driver = "unknown" if match is None else match[0]
-    return driver, names
+        return cls("unknown" if match is None else match[0], failure=failure)
 
 
-def gpu_rows(torch: Mapping[str, Any] | None, driver: str | None, names: Sequence[str]) -> list[DoctorRow]:
+def gpu_rows(torch: Mapping[str, Any] | None, driver: NvidiaDriver) -> list[DoctorRow]:
     """Return the rows of GPUs, driver and CUDA's libraries.
 
     Args:
         torch: what torch knows (`probe`); None: it cannot be imported, which is a row of its package.
-        driver, names: see `driver_gpus`.
     """
-    rows = [DoctorRow(GPUS, "driver", driver or "-", status="ok" if driver else "absent")]
+    status: Status = "note" if driver.failure else "ok" if driver.version else "absent"
+    rows = [DoctorRow(GPUS, "driver", driver.version or "-", status=status, message=driver.failure)]
     if torch is None:
-        return rows + [DoctorRow(GPUS, f"GPU {i}", name) for i, name in enumerate(names)]
+        return rows + [DoctorRow(GPUS, f"GPU {i}", name) for i, name in enumerate(driver.gpus)]
     for library in ("CUDA", "NCCL", "cuDNN"):
         version = torch[library.lower()]
         message = "of this build of torch" if version else "not in this build of torch"
@@ -83,15 +94,15 @@ def gpu_rows(torch: Mapping[str, Any] | None, driver: str | None, names: Sequenc
         message = "" if capability >= _FP8_FROM else "no --fp8, which needs Hopper (9.0) or newer"
         rows.append(DoctorRow(GPUS, f"GPU {i}", value, message=message))
     if not torch["gpus"]:
-        rows.append(_no_gpu(torch, driver, names))
+        rows.append(_no_gpu(torch, driver))
     return rows
 
 
-def _no_gpu(torch: Mapping[str, Any], driver: str | None, names: Sequence[str]) -> DoctorRow:
+def _no_gpu(torch: Mapping[str, Any], driver: NvidiaDriver) -> DoctorRow:
     """Return why torch sees no GPU: there is none, it is hidden, or torch cannot use it."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    listed = ", ".join(names) or "a driver"
-    if driver is None:
+    listed = ", ".join(driver.gpus) or "a driver for GPUs"
+    if driver.version is None:
         return DoctorRow(GPUS, "GPU", "-", status="absent", message="training runs on the CPU, over gloo")
     if hidden is not None and (not hidden or hidden.startswith("-")):
         return DoctorRow(GPUS, "GPU", "-", status="note", message=f"hidden by CUDA_VISIBLE_DEVICES={hidden}: unset it")
@@ -99,7 +110,7 @@ def _no_gpu(torch: Mapping[str, Any], driver: str | None, names: Sequence[str]) 
         why = "this torch is built for CPUs: install the build for CUDA (make venv-gpu, docs/install.md)"
     else:
         reason = torch["warning"] or "no reason is known"
-        why = f"torch, built for CUDA {torch['cuda']}, sees no GPU with driver {driver}: {reason}"
+        why = f"torch, built for CUDA {torch['cuda']}, sees no GPU with driver {driver.version}: {reason}"
     return DoctorRow(GPUS, "GPU", "-", status="problem", message=f"the machine has {listed}, but {why}")
 
 
@@ -149,7 +160,7 @@ def tool_rows(*, builds_kernels: bool) -> list[DoctorRow]:
     """Return the rows of programs. builds_kernels: runs will use Transformer Engine, beside which Triton compiles."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), None)
     usable = can_build_kernels()
-    status: Any = "ok" if usable else "problem" if builds_kernels else "absent"
+    status: Status = "ok" if usable else "problem" if builds_kernels else "absent"
     message = "Triton's kernels" if usable or not builds_kernels else NO_COMPILER
     container = next(filter(shutil.which, ENGINES), None)
     rows = [DoctorRow(TOOLS, "C compiler and Python.h", compiler or "-", status=status, message=message)]

@@ -16,7 +16,7 @@ from llava_mcore.doctor.imports import last_line, run_limited
 from llava_mcore.doctor.rows import DoctorRow
 
 SECTION = "self-test"
-SECONDS = 300
+SECONDS = 600
 """Limit of the self-test, which ends one that hangs; nearly all of its time is for imports."""
 CPU_PROCESSES = 2
 ADVICE = "NCCL_DEBUG=INFO shows what NCCL does"

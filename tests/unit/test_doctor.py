@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from llava_mcore.cli import doctor
 from llava_mcore.doctor import examination, machine, packages, self_test
 from llava_mcore.doctor.imports import Imported, import_all
-from llava_mcore.doctor.machine import environment_rows, gpu_rows, limit_rows, tool_rows
+from llava_mcore.doctor.machine import NvidiaDriver, environment_rows, gpu_rows, limit_rows, tool_rows
 from llava_mcore.doctor.packages import PURPOSES, extra_rows, required_rows
 from llava_mcore.doctor.requirements import ProjectRequirements
 from llava_mcore.doctor.rows import DoctorRow, problems_of, table
@@ -120,7 +120,7 @@ def test_a_module_that_ends_its_process_is_named_and_the_others_are_imported(
 
 def test_gpus_and_libraries() -> None:
     old = GPU | {"name": "NVIDIA A100", "capability": "8.0"}
-    rows = by_name(gpu_rows(TORCH | {"gpus": [GPU, old]}, "580.159.04", []))
+    rows = by_name(gpu_rows(TORCH | {"gpus": [GPU, old]}, NvidiaDriver("580.159.04")))
     assert rows["driver"].value == "580.159.04" and rows["NCCL"].value == "2.28.9"
     assert rows["GPU 0"].value == "NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0"
     assert "no --fp8" in rows["GPU 1"].message and rows["GPU 0"].message == ""
@@ -153,12 +153,33 @@ def test_why_torch_sees_no_gpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    row = by_name(gpu_rows(TORCH | torch, driver, ["NVIDIA H100"]))["GPU"]
+    row = by_name(gpu_rows(TORCH | torch, NvidiaDriver(driver, ["NVIDIA H100"])))["GPU"]
     assert row.status == status and text in row.message
 
 
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("580.159.04, NVIDIA H200\n580.159.04, NVIDIA H200\n", NvidiaDriver("580.159.04", ["NVIDIA H200"] * 2)),
+        (
+            "NVIDIA-SMI has failed, as usual.\n",
+            NvidiaDriver(None, failure="nvidia-smi lists no GPU: NVIDIA-SMI has failed, as usual."),
+        ),
+    ],
+)
+def test_what_nvidia_smi_says(
+    output: str, expected: NvidiaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat {tmp_path}/output\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "output").write_text(output)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "_DRIVER_FILE", tmp_path / "absent")
+    assert NvidiaDriver.detect() == expected
+
+
 def test_a_torch_that_cannot_be_imported_leaves_what_the_driver_knows() -> None:
-    rows = by_name(gpu_rows(None, "580.1", ["NVIDIA H100"]))
+    rows = by_name(gpu_rows(None, NvidiaDriver("580.1", ["NVIDIA H100"])))
     assert rows["GPU 0"].value == "NVIDIA H100" and problems_of(rows.values()) == []
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from llava_mcore.__main__ import main
 from llava_mcore.errors import ConfigError
+from llava_mcore.launch.gpu_variables import ALLOCATOR
 from llava_mcore.launch.singularity import (
     REPOSITORY,
     bind_folders,
@@ -26,7 +27,7 @@ from llava_mcore.launch.singularity import (
     rerun_in_container,
     without_image,
 )
-from llava_mcore.launch.torchrun_command import ALLOCATOR, torchrun_argv, worker_env
+from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
 
 

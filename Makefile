@@ -1,10 +1,12 @@
 # make quickstart   install what it needs and run the main job on this machine's CPU
 # make demo         train a small vision-language model with real weights; talk to it afterwards
 # make test         install the development tools and pass every check that needs no GPU
+# make venv-gpu     install everything for GPUs, without a container
 # make help         list everything
 
 PYTHON := .venv/bin/python
 NEWEST := .venv-newest
+GPU := .venv-gpu
 PAGE := .venv-page
 INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
 # Tests wait for processes of their own half of the time: a third worker fills two cores.
@@ -16,12 +18,14 @@ test test-long test-newest test-cluster test-all: export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart demo page test test-long test-newest test-cluster test-all lint format lock lock-newest clean
+.PHONY: help venv venv-gpu quickstart demo page test test-long test-newest test-cluster test-all lint format lock lock-newest clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 venv: .venv/.installed-dev ## Make .venv with the development tools
+
+venv-gpu: $(GPU)/.installed ## Make .venv-gpu with Transformer Engine; needs the toolkit of CUDA 13.0 and g++
 
 quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a small model on real pictures
 	$(PYTHON) examples/quickstart/run.py
@@ -38,7 +42,7 @@ test-long: .venv/.installed-dev ## Run the tests that take long
 	$(PYTHON) $(PYTEST) -m 'long and not gpu and not cluster' tests/e2e tests/parallel tests/unit
 
 # What versions of torch and transformers change. The other tests are about our own logic (rules, flags, messages, locks,
-# packing, the importer, the doctor, SLURM), about processes, or about layouts that agree with each other.
+# packing, the importer, data checks, SLURM), about processes, or about layouts that agree with each other.
 # Names and numbers: weights there and back, logits and gradients beside Hugging Face's, for every class and family.
 ACROSS_VERSIONS := 'tests/parallel/test_layouts.py::test_parity_and_round_trip[1-1]'
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,activations anyres_model audio check_model classes conversion \
@@ -110,6 +114,10 @@ clean: ## Remove caches and build outputs, but no environments
 
 $(NEWEST)/.installed-dev: $(INPUTS) environments/newest.lock.txt
 	scripts/setup_venv.sh dev $(NEWEST) environments/newest.lock.txt
+	touch $@
+
+$(GPU)/.installed: $(INPUTS) environments/cpu.lock.txt environments/gpu.lock.txt
+	scripts/setup_venv.sh gpu $(GPU)
 	touch $@
 
 $(PAGE)/.installed: environments/page.lock.txt .venv/.installed-quickstart

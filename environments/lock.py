@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 TITLES = {"lock": "The tested CPU stack", "lock-newest": "The newest tested CPU stack"}
 EXTRAS = ("audio", "dev", "eval", "mlflow", "qlora", "quickstart", "remote", "serve", "small-vlm", "speech", "video")
-"""Extras of the project that the CPU stack has; `gpu` has a lock of its own."""
+"""Extras of the project that the CPU stack has; gpu.lock.txt has those of `gpu`."""
 
 
 def main() -> int:

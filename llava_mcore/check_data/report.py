@@ -1,4 +1,4 @@
-"""The doctor's report: what was checked, what was found, and whether to train."""
+"""The report of a data check: what was checked, what was found, and whether to train."""
 
 from __future__ import annotations
 

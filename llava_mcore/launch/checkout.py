@@ -11,13 +11,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 """The checkout; of an installed package, the folder of packages that has it."""
 
 
-def python_path(given: str | None) -> str | None:
+def python_path(user_value: str | None) -> str | None:
     """Return PYTHONPATH for processes that import this package, which keeps what the user has set.
 
     A checkout comes first. A folder of installed packages does not: they would come before Python's own modules and,
     in an image, before those of the image.
     """
-    parts = [*([str(REPOSITORY)] if _is_checkout() else []), *([given] if given else [])]
+    parts = [*([str(REPOSITORY)] if _is_checkout() else []), *([user_value] if user_value else [])]
     return os.pathsep.join(parts) or None
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
-from pathlib import Path
 from typing import Literal
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from transformers import PretrainedConfig
 
+from llava_mcore.compat.triton import NO_COMPILER, can_build_kernels
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.language.registry import language_family
@@ -37,18 +34,6 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
         )
     if chosen == "transformer_engine" and not usable:
         raise ConfigError(f"{setting} needs GPUs and the package transformer-engine: install it, or omit that")
-    if chosen == "transformer_engine" and not _can_build_kernels():
-        raise ConfigError(
-            "Triton cannot build kernels for GPUs: it needs gcc or clang (or the compiler in CC) and Python.h: install "
-            "gcc and python3-dev, or use model.transformer_impl=local"
-        )
+    if chosen == "transformer_engine" and not can_build_kernels():
+        raise ConfigError(NO_COMPILER)
     return chosen
-
-
-def _can_build_kernels() -> bool:
-    """Return whether Triton (3.6) finds a C compiler and the header that its code includes, as it looks for them."""
-    named = os.environ.get("CC")
-    compilers = ("gcc", "clang") if named is None else (named,)
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's own
-    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
-    return any(shutil.which(name) for name in compilers) and header.is_file()

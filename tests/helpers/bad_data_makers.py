@@ -33,11 +33,11 @@ class BadData:
     Attributes:
         make: writes the data into an empty folder and returns the data path.
         kind: skip: training leaves the sample out and counts it; stop: it ends with an error; fine: it is trained on.
-        text: a regular expression found in the reason or the error, in training and in the doctor's report; for what
-            is fine, in the doctor's report only (empty: it has nothing to say).
+        text: a regular expression found in the reason or the error, in training and in the report of `check`; for what
+            is fine, in that report only (empty: it has nothing to say).
         where: start: before the first batch; training: when the data are read.
         packing: trained with --packing.
-        ranks: data-parallel ranks, of which the last one reads; the doctor does not know them.
+        ranks: data-parallel ranks, of which the last one reads; `check` does not know them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Every kind of bad input: what the doctor says about it."""
+"""Every kind of bad input: what `check` says about it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_table_has_sixty_kinds_with_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("bad", [bad for bad in BAD_DATA if bad.ranks == 1], ids=lambda bad: bad.name)
-def test_doctor_says_what_is_promised(bad: BadData, assets: Assets, tmp_path: Path) -> None:
+def test_check_says_what_is_promised(bad: BadData, assets: Assets, tmp_path: Path) -> None:
     report = examine(bad.make(tmp_path), assets)
     text = said(report)
     assert re.search(bad.text, text), text

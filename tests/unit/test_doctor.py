@@ -1,270 +1,260 @@
-"""The doctor: what it reads, counts, prints and decides. What it finds wrong is in test_bad_data_table.py."""
+"""`doctor`: packages that are missing, broken or too old, machines without GPUs, and the self-test by its command."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import re
-from collections.abc import Sequence
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
-from llava_mcore.check_data.examiner import Examiner, Finding
-from llava_mcore.check_data.scan import choose, scan
-from llava_mcore.check_data.show import conversation_text
-from llava_mcore.cli.check import main
-from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.storage.dataset_path import check_dataset
-from llava_mcore.errors import DataError
-from llava_mcore.media.batch_fields import FEATURE_POSITIONS
-from llava_mcore.media.media import MediaTokens, SameTokens, Size
-from tests.helpers.bad_data_files import BLEND
-from tests.helpers.bad_data_makers import ANSWERED, ASKED, GOOD, good, index, messages, picture, write_tar
+from llava_mcore.cli import doctor
+from llava_mcore.doctor import examination, machine, packages, self_test
+from llava_mcore.doctor.imports import Imported, import_all
+from llava_mcore.doctor.machine import NvidiaDriver, environment_rows, gpu_rows, limit_rows, tool_rows
+from llava_mcore.doctor.packages import PURPOSES, extra_rows, required_rows
+from llava_mcore.doctor.requirements import ProjectRequirements
+from llava_mcore.doctor.rows import DoctorRow, problems_of, table
+from llava_mcore.doctor.self_test import Comparison, SelfTest, rows_of
 
-pytest_plugins = ("tests.helpers.llava_fixtures",)
-
-TALK = messages(
-    ("user", "Compare <image><image>"),
-    ("assistant", "Both are gray ramps."),
-    ("user", "And this: <image>?"),
-    ("assistant", "漢字 too."),
-)
-TALK_PARTS: dict[str, Any] = {"json": TALK} | {f"{i}.jpg": picture() for i in range(3)}
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+GPU = {"name": "NVIDIA H100 80GB HBM3", "memory": 80 << 30, "capability": "9.0"}
+TORCH: dict[str, Any] = {"cuda": "13.0", "nccl": "2.28.9", "cudnn": "9.19.0", "gpus": [], "warning": ""}
+STEP = Comparison("fp32, torch's layers", 6.0, 6.0, 1e-5, "w", 1e-6, 1e-3, True)
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards: good samples; one broken among ten; conversations with several pictures."""
-    folder = tmp_path_factory.mktemp("data")
-    write_tar(folder / "000000.tar", {f"a{i}": GOOD for i in range(6)})
-    write_tar(folder / "000001.tar", {f"b{i}": GOOD | ({"0.jpg": b""} if i == 7 else {}) for i in range(10)})
-    write_tar(folder / "000002.tar", {f"c{i}": TALK_PARTS for i in range(4)})
-    return index(folder)
+def project(*runtime: str, **extras: list[str]) -> ProjectRequirements:
+    parsed = {name: [Requirement(text) for text in texts] for name, texts in extras.items()}
+    return ProjectRequirements([Requirement(text) for text in runtime], parsed, in_checkout=True)
 
 
-def check(data: Path, hf: Path, *flags: str) -> int:
-    return main(["--data-path", str(data), "--tokenizer-load-dir", str(hf), "--seq-length", "128", *flags])
+def by_name(rows: list[DoctorRow]) -> dict[str, DoctorRow]:
+    return {row.name: row for row in rows}
 
 
-def report(data: Path, hf: Path, tmp_path: Path, *flags: str) -> dict[str, Any]:
-    check(data, hf, "--json", str(tmp_path / "report.json"), *flags)
-    return json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The versions of packages that the test says are installed, and of no other."""
+    installed: dict[str, str] = {}
+    monkeypatch.setattr(packages, "installed_version", installed.get)
+    monkeypatch.setattr(packages, "_missing", lambda x: [] if x.name in installed else [x.name])
+    return installed
 
 
-def num_tokens(assets: Assets, parts: dict[str, Any]) -> int:
-    """Placeholders and text, counted by Hugging Face's own chat template."""
-    turns = []
-    for message in parts["json"]["messages"]:
-        pieces = [piece for piece in re.split("\n?(<image>)\n?", message["content"]) if piece]
-        content = [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
-        turns.append({"role": message["role"], "content": content})
-    ids = assets.tokenizer.apply_chat_template(turns, return_dict=False)
-    return len(ids) + sum(name.endswith("jpg") for name in parts) * (assets.plan.tokens_per_tile - 1)
+def test_what_is_expected_is_what_pyproject_says() -> None:
+    requirements = ProjectRequirements.read()
+    assert [str(x) for x in requirements.runtime] == [str(Requirement(x)) for x in PROJECT["dependencies"]]
+    assert requirements.in_checkout
+    assert PURPOSES.keys() == PROJECT["optional-dependencies"].keys() - {"dev"}
 
 
-def test_report_counts_what_is_there(dataset: Path, hf: Path, assets: Assets, tmp_path: Path) -> None:
-    found = report(dataset, hf, tmp_path, "--max-skip-rate", "0.05")
-    assert found["train"] and found["full"]
-    assert (found["looked_at"], found["left_out"]) == (20, 1)
-    short, long = num_tokens(assets, dict(GOOD)), num_tokens(assets, TALK_PARTS)
-    tokens = found["tokens_per_sample"]
-    assert (tokens["p50"], tokens["p90"], tokens["max"]) == (short, long, long)
-    assert sum(count for _, _, count in tokens["histogram"]) == 20
-    assert found["pictures_per_sample"] == {"1": 15, "3": 4}
-    assert found["epoch"] == {
-        "samples": 19,
-        "tokens": 15 * short + 4 * long,
-        "pictures": 27,
-        "videos": 0,
-        "frames": 0,
-    } | {"sounds": 0}
-    assert 0.5 < found["packing"]["fill"] <= 1
-    (group,) = found["groups"]
-    assert group["level"] == "left out" and group["examples"] == [[str(dataset), "000001.tar", "b7"]]
+def test_an_installed_package_has_the_same_from_its_metadata(tmp_path: Path) -> None:
+    requirements = ProjectRequirements.read(tmp_path)
+    assert not requirements.in_checkout
+    assert {x.name for x in requirements.runtime} == {Requirement(x).name for x in PROJECT["dependencies"]}
+    (engine,) = requirements.of_extra("gpu")
+    assert (engine.name, str(engine.specifier)) == ("transformer-engine", "==2.20.*")
+    assert requirements.install_extra("gpu") == 'pip install "llava-mcore[gpu]"'
 
 
-def test_number_of_broken_samples_decides(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(dataset, hf, "--max-skip-rate", "0.05") == 0
-    assert capsys.readouterr().out.rstrip().endswith("train: 1 of 20 samples would be left out")
-    assert check(dataset, hf, "--max-skip-rate", "0.04") == 2
-    out = capsys.readouterr().out
-    assert "do not train: 1 of 20 samples would be left out, more than --max-skip-rate 0.04" in out.splitlines()[-1]
-    assert "1 would be left out: the picture cannot be decoded (0 bytes): no known format" in out
-    assert f"    {dataset}: shard 000001.tar, sample b7\n" in out
+def test_packages_that_are_missing_old_or_broken(versions: dict[str, str]) -> None:
+    versions |= {"torch": "2.12.0a0+1a2b3c.nv26.3", "transformers": "5.16.2", "Pillow": "13.0.0", "odd": "unknown"}
+    wanted = project("torch>=2.11,<2.16", "transformers>=5.17,<5.24", "Pillow>=13.0", "rich>=15", "odd>=1")
+    rows = by_name(required_rows(wanted, {"PIL.Image": "OSError: libjpeg.so: no such file"}))
+    assert (rows["torch"].status, rows["torch"].expected) == ("ok", ">=2.11,<2.16"), "an image's own build"
+    assert problems_of(rows.values()) == [
+        'transformers: 5.16.2 is not >=5.17,<5.24: pip install "transformers>=5.17,<5.24"',
+        'Pillow: cannot be imported (OSError: libjpeg.so: no such file): pip install --force-reinstall "Pillow>=13.0"',
+        'rich: is not installed: pip install "rich>=15"',
+        'odd: unknown is not >=1: pip install "odd>=1"',
+    ]
 
 
-def test_too_long_for_the_sequence_is_left_out(dataset: Path, hf: Path, tmp_path: Path) -> None:
-    found = report(dataset, hf, tmp_path, "--seq-length", "64")
-    reasons = {group["count"]: group["reason"] for group in found["groups"]}
-    assert "data.seq_length is 64" in reasons[4] and found["left_out"] == 5
-    assert found["tokens_per_sample"]["max"] > 64
+def test_extras_say_what_they_are_for_and_how_to_install_them(versions: dict[str, str]) -> None:
+    versions |= {"av": "19.0", "soxr": "0.9"}
+    wanted = project(video=["av>=19"], audio=["soxr>=1"], speech=["llava-mcore[audio]", "jiwer>=4"])
+    rows = by_name(extra_rows(wanted, {}, on_gpus=False))
+    assert (rows["video"].status, rows["video"].value) == ("ok", "av 19.0")
+    assert rows["audio"].status == "note" and "soxr is not >=1" in rows["audio"].message
+    assert rows["speech"].status == "absent"
+    assert rows["speech"].message.endswith('missing: jiwer: pip install -e ".[speech]"')
+    assert problems_of(rows.values()) == [], "they are optional"
 
 
-def test_more_patches_than_the_budget_are_left_out(
-    dataset: Path, hf: Path, assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_transformer_engine_is_for_gpus(versions: dict[str, str]) -> None:
+    wanted, error = project(gpu=["transformer-engine==2.20.*"]), {"transformer_engine.pytorch": "OSError: libcudnn"}
+
+    def row(errors: dict[str, str], on_gpus: bool = True) -> DoctorRow:
+        (only,) = extra_rows(wanted, errors, on_gpus=on_gpus)
+        return only
+
+    assert row({}, on_gpus=False).status == "absent"
+    assert row({}).status == "note" and "make venv-gpu" in row({}).message
+    versions["transformer-engine"] = "2.20.2"
+    assert row({}).status == "ok"
+    assert row(error).status == "problem" and "libcudnn" in row(error).message
+    versions["transformer-engine"] = "2.13.0"
+    assert row({}).status == "note"
+
+
+def test_a_module_that_ends_its_process_is_named_and_the_others_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are listed as what is too long is, and a pack is filled up to both budgets, as in training."""
-    each = assets.plan.patches_per_tile
-    free = report(dataset, hf, tmp_path, "--max-skip-rate", "0.05")
-    expected = {"p50": each, "p99": 3 * each, "max": 3 * each, "unit": "patches of pictures and frames"}
-    assert free["media_tokens_per_sample"] == expected and free["max_media_tokens"] is None
-    capsys.readouterr()
-    found = report(dataset, hf, tmp_path, "--max-media-tokens", str(2 * each))
-    reasons = {group["count"]: group["reason"] for group in found["groups"]}
-    assert f"{3 * each} patches of pictures and frames, but data.max_media_tokens is {2 * each}" in reasons[4]
-    assert found["left_out"] == 5 and found["media_tokens_per_sample"] == expected
-    assert found["packing"]["fill"] < free["packing"]["fill"]
-    out = capsys.readouterr().out
-    assert f"patches of pictures and frames per sample (data.max_media_tokens): p50 {each}  p99 {3 * each}  max" in out
-    short = num_tokens(assets, dict(GOOD))
-    fill = min(2, 128 // short) * short / 128
-    assert f"packs of --seq-length 128 and --max-media-tokens {2 * each}: {fill:.1%} full with --packing" in out
-
-
-def test_budgets_that_no_picture_fits_are_refused(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(dataset, hf, "--seq-length", "16", "--max-media-tokens", "3") == 2
-    error = capsys.readouterr().err
-    assert "data.seq_length is 16, but a picture alone has at least 16 tokens" in error
-    assert "data.max_media_tokens is 3, but the smallest picture has 16 patches" in error
-
-
-def test_processes_do_not_change_the_report(dataset: Path, hf: Path, tmp_path: Path) -> None:
-    reports = [report(dataset, hf, tmp_path, "--num-workers", str(number)) for number in (0, 2)]
-    for one in reports:
-        one.pop("seconds")
-    assert reports[0] == reports[1]
-
-
-def test_killed_process_is_reported(dataset: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
-    examiner = Examiner(dataset, assets, seq_length=64)
-    monkeypatch.setattr(examiner, "examine", lambda *_: os._exit(1))
-    with pytest.raises(DataError, match=r"a process was killed .*lower --num-workers"):
-        scan(examiner, choose(examiner.datasets, full=True), num_workers=1, on_finding=print)
-
-
-def test_shown_conversation_marks_what_is_learnt(dataset: Path, assets: Assets) -> None:
-    examiner = Examiner(dataset, assets, seq_length=128)
-    tokens = examiner.conversation(examiner.examine(0, 16))
-    text = conversation_text(tokens, assets, colored=False).plain
-    assert re.findall("«(.*?)»", text, re.DOTALL) == [" Both are gray ramps.</s>", " 漢字 too.</s>"]
-    mark = "<image \N{MULTIPLICATION SIGN}16>"
-    assert f"{mark}\n{mark}\n" in text and text.count("<image") == 3
-    colored = conversation_text(tokens, assets, colored=True)
-    green = [colored.plain[span.start : span.end] for span in colored.spans if "green" in str(span.style)]
-    assert "".join(green) == " Both are gray ramps.</s> 漢字 too.</s>" and "«" not in colored.plain
-
-
-def test_shows_as_many_as_asked_for(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in (0, 3):
-        check(dataset, hf, "--show", str(number))
-        assert capsys.readouterr().out.count("</s>»") == number
-
-
-class WrongTokens(SameTokens):
-    """Has a feature less than placeholders."""
-
-    def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        positions = {FEATURE_POSITIONS: np.arange(self.tokens_per_tile - 1)}
-        return [dataclasses.replace(x, values=positions) for x in super().tokens(sizes)]
-
-
-def test_model_input_that_does_not_fit_ends_training(dataset: Path, assets: Assets) -> None:
-    """Assets that contradict themselves, as a fault in our own code or in a folder would make them."""
-    wrong = dataclasses.replace(assets, plan=WrongTokens(assets.plan.image_token_id, 16, 16))
-    found = Examiner(dataset, wrong, seq_length=64).examine(0, 0)
-    assert found.status == "stop" and found.reasons == (
-        "16 placeholders, but 15 features of 1 pictures, videos and sounds",
+    (tmp_path / "raises.py").write_text("raise OSError('libcudart.so.13: no such file')")
+    (tmp_path / "crashes.py").write_text("import os; os.abort()")
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    imported = import_all(["raises", "json", "crashes", "csv"])
+    assert imported == Imported(
+        {"raises": "OSError: libcudart.so.13: no such file", "crashes": "the process was ended by SIGABRT"}
     )
-    other_eos = dataclasses.replace(assets, eos_token_id=0)
-    assert Examiner(dataset, other_eos, seq_length=64).examine(0, 0).remarks == (
-        "1 answers, but 1 trained spans with 0 EOS",
-    )
-    assert Examiner(dataset, assets, seq_length=64).examine(0, 0).remarks == ()
+    assert import_all(["hangs"], seconds=2).errors == {"hangs": "it has not ended after 2 seconds"}
 
 
-def test_counts_of_another_template_are_noticed(hf: Path, assets: Assets, tmp_path: Path) -> None:
-    about = messages(ASKED, ANSWERED) | {"num_tokens": num_tokens(assets, dict(GOOD))}
-    write_tar(tmp_path / "data" / "0.tar", {f"a{i}": GOOD | {"json": about} for i in range(3)})
-    data = index(tmp_path / "data")
-    assert not report(data, hf, tmp_path)["groups"]
-    (group,) = report(data, hf, tmp_path, "--chat-template", "vicuna", "--seq-length", "256")["groups"]
-    assert group["count"] == 3 and "another token count than when it was prepared" in group["reason"]
-
-
-def test_packs_written_beforehand(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    member = messages(("user", "Hi"), ("assistant", "Yes."))
-    packs = {"json": {"pack": [member, GOOD["json"], GOOD["json"]]}, "0.jpg": picture(), "1.jpg": picture()}
-    write_tar(tmp_path / "0.tar", {"a": packs, "b": packs | {"0.jpg": b""}})
-    assert check(index(tmp_path), hf, "--max-skip-rate", "0.2") == 0
-    out = capsys.readouterr().out
-    assert "2 samples were packed when they were written: train with --packing" in out
-    assert out.rstrip().endswith("train: 1 of 6 samples would be left out")
-
-
-def test_blends(hf: Path, tmp_path: Path) -> None:
-    for name in "ab":
-        good(tmp_path / name)
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(BLEND + "      - {weight: 3, path: ./a}\n      - {weight: 1, path: ./b}\n")
-    found = report(blend, hf, tmp_path)
-    assert found["train"] and found["epoch"] is None
-    assert [(d["share"], d["num_seen"]) for d in found["datasets"]] == [("75.0%", 4), ("25.0%", 4)]
-    entries = "      - {repetitions: 3, path: ./a}\n      - {path: ./b, subset: {range: [25%, 75%]}}\n"
-    blend.write_text(BLEND.replace("blend:", "blend_epochized:") + entries)
-    found = report(blend, hf, tmp_path)
-    assert [d["num_seen"] for d in found["datasets"]] == [4, 2]
-    assert found["datasets"][0]["share"] == "x 3" and found["epoch"]["samples"] == 3 * 4 + 2
-
-
-def test_samples_taken_out_in_the_split_are_not_counted(hf: Path, assets: Assets, tmp_path: Path) -> None:
-    write_tar(tmp_path / "0.tar", {f"a{i}": GOOD | ({"0.jpg": b""} if i == 1 else {}) for i in range(4)})
-    index(tmp_path)
-    split = {"split_parts": {"train": ["0.tar"], "val": [], "test": []}, "exclude": ["0.tar/a1"]}
-    (tmp_path / ".nv-meta" / "split.yaml").write_text(json.dumps(split))
-    assert Examiner(tmp_path, assets, seq_length=64).examine(0, 1) == Finding(0, 1, "0.tar", "number 1", "excluded")
-    found = report(tmp_path, hf, tmp_path)
-    assert found["train"] and found["conversations"] == found["epoch"]["samples"] == 3
-
-
-def test_files_are_checked_however_many_there_are(tmp_path: Path) -> None:
-    for shard in range(60):
-        write_tar(tmp_path / f"{shard:03d}.tar", {f"{shard}": {"json": "{}"}})
-    index(tmp_path)
-    for shard in range(0, 60, 2):
-        (tmp_path / f"{shard:03d}.tar").unlink()
-    with pytest.raises(DataError) as caught:
-        check_dataset(tmp_path)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 22 and "10 more shards with such problems" in lines[-1]
+def test_gpus_and_libraries() -> None:
+    old = GPU | {"name": "NVIDIA A100", "capability": "8.0"}
+    rows = by_name(gpu_rows(TORCH | {"gpus": [GPU, old]}, NvidiaDriver("580.159.04")))
+    assert rows["driver"].value == "580.159.04" and rows["NCCL"].value == "2.28.9"
+    assert rows["GPU 0"].value == "NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0"
+    assert "no --fp8" in rows["GPU 1"].message and rows["GPU 0"].message == ""
+    assert problems_of(rows.values()) == []
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("torch", "driver", "visible", "status", "text"),
     [
-        ([], "give either a model to check (--hf-dir"),
-        (["--hf-dir", "a", "--data-path", "b"], "give either a model to check"),
-        (["--data-path", "b"], "--data-path needs --tokenizer-load-dir"),
-        (["--data-path", "b", "--tokenizer-load-dir", "nowhere"], "no tokenizer in nowhere"),
-        (["--data-path", "b", "--tokenizer-load-dir", "t", "--seq-length", "0"], "--seq-length must be at least 1"),
-        (["--data-path", "b", "--tokenizer-load-dir", "t", "--max-skip-rate", "2"], "from 0 to 1"),
-        (["--data-path", "b", "--tokenizer-load-dir", "t", "--show", "-1"], "--show must be at least 0"),
+        ({}, None, None, "absent", "on the CPU"),
+        ({}, "580.1", "", "note", "hidden by CUDA_VISIBLE_DEVICES="),
+        ({"cuda": None}, "580.1", None, "problem", "built for CPUs"),
+        (
+            {"warning": "The NVIDIA driver is too old"},
+            "535.1",
+            None,
+            "problem",
+            "driver 535.1: The NVIDIA driver is too",
+        ),
     ],
 )
-def test_flags_that_make_no_sense(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags) == 2
-    assert message in capsys.readouterr().err
+def test_why_torch_sees_no_gpu(
+    torch: dict[str, Any],
+    driver: str | None,
+    visible: str | None,
+    status: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    row = by_name(gpu_rows(TORCH | torch, NvidiaDriver(driver, ["NVIDIA H100"])))["GPU"]
+    assert row.status == status and text in row.message
 
 
-def test_report_that_cannot_be_written(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(dataset, hf, "--json", str(dataset / "no" / "report.json")) == 2
-    assert "the report cannot be written" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("580.159.04, NVIDIA H200\n580.159.04, NVIDIA H200\n", NvidiaDriver("580.159.04", ["NVIDIA H200"] * 2)),
+        (
+            "NVIDIA-SMI has failed, as usual.\n",
+            NvidiaDriver(None, failure="nvidia-smi lists no GPU: NVIDIA-SMI has failed, as usual."),
+        ),
+    ],
+)
+def test_what_nvidia_smi_says(
+    output: str, expected: NvidiaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat {tmp_path}/output\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "output").write_text(output)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "_DRIVER_FILE", tmp_path / "absent")
+    assert NvidiaDriver.detect() == expected
 
 
-def test_path_that_does_not_exist(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(tmp_path / "gone", hf) == 2
-    out = capsys.readouterr().out
-    assert "gone does not exist" in out and out.splitlines()[-1].startswith("do not train: the dataset")
+def test_a_torch_that_cannot_be_imported_leaves_what_the_driver_knows() -> None:
+    rows = by_name(gpu_rows(None, NvidiaDriver("580.1", ["NVIDIA H100"])))
+    assert rows["GPU 0"].value == "NVIDIA H100" and problems_of(rows.values()) == []
+
+
+def test_variables_that_matter_and_those_that_train_sets() -> None:
+    environ = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO", "HOME": "/root", "CUDA_SCALE_LAUNCH_QUEUES": "2x"}
+    rows = by_name(environment_rows(environ, on_gpus=True))
+    assert rows.keys() == environ.keys() - {"HOME"} | {"NCCL_GRAPH_REGISTER", "PYTORCH_ALLOC_CONF"}
+    assert rows["CUDA_LAUNCH_BLOCKING"].status == "note" and rows["NCCL_DEBUG"].status == "ok"
+    assert rows["CUDA_SCALE_LAUNCH_QUEUES"].value == "2x"
+    assert len(environment_rows(environ, on_gpus=False)) == 3
+
+
+def test_limits_and_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = by_name([*limit_rows(8), *tool_rows(builds_kernels=True)])
+    assert rows.keys() >= {"temporary folder", "/dev/shm", "open files", "C compiler and Python.h", "sbatch"}
+    assert "GiB free" in rows["temporary folder"].value
+    monkeypatch.setattr(machine, "can_build_kernels", lambda: False)
+    assert (
+        tool_rows(builds_kernels=True)[0].status == "problem" and tool_rows(builds_kernels=False)[0].status == "absent"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (replace(STEP, loss=6.001), "loss 6.001000 instead of 6.000000"),
+        (replace(STEP, gradient_difference=0.5), "gradient of w off by 5.0e-01"),
+        (replace(STEP, loss=float("nan")), "loss nan instead of 6.000000"),
+        (replace(STEP, updated=False), "has not updated"),
+    ],
+)
+def test_a_wrong_step_is_a_problem(step: Comparison, text: str) -> None:
+    (problem,) = problems_of(rows_of(SelfTest("cuda", 2, "tp 2 x dp 1", [], [STEP, step]), 20.0))
+    assert text in problem
+
+
+def test_a_wrong_sum_is_a_problem() -> None:
+    (problem,) = problems_of(rows_of(SelfTest("cuda", 2, "tp 2 x dp 1", [1], [STEP]), 20.0))
+    assert problem.startswith("all-reduce: a sum over all ranks is wrong on rank 1")
+
+
+def test_a_self_test_that_ends_early_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "run_limited", lambda *_: ("", "Traceback\nRuntimeError: NCCL error\n", None))
+    (problem,) = problems_of(self_test.self_test_rows(4))
+    assert problem == "training step: failed: RuntimeError: NCCL error (NCCL_DEBUG=INFO shows what NCCL does)"
+
+
+def test_one_message_lists_all_problems_and_the_step_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        examination, "import_all", lambda *_: Imported({"torch": "ImportError: a", "rich": "OSError: b"})
+    )
+    assert doctor.main(["--json"]) == 2
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert not report["ok"] and len(report["problems"]) == 2
+    assert "error: this machine is not ready (2 problems):\n  - torch: cannot be imported (ImportError: a)" in err
+    assert report["rows"][-1]["message"] == "not run: packages come first"
+    assert doctor.main(["--no-self-test"]) == 2
+    assert "  problem  torch " in capsys.readouterr().out
+
+
+def test_the_table_is_aligned() -> None:
+    rows = [DoctorRow("a", "x", "1", ">=1"), DoctorRow("a", "long name", "22", message="why"), DoctorRow("b", "y", "")]
+    assert table(rows) == "a\n  ok  x          1   >=1\n  ok  long name  22       why\n\nb\n  ok  y"
+
+
+@pytest.mark.long
+def test_this_machine_s_step_equals_transformers() -> None:
+    """By the command, with two processes over gloo."""
+    command = [sys.executable, "-m", "llava_mcore", "doctor", "--json"]
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = by_name([DoctorRow(**row) for row in json.loads(done.stdout)["rows"]])
+    assert rows["all-reduce"].value == "2 processes on the CPU, tp 2 x dp 1"
+    assert rows["fp32, torch's layers"].status == "ok"

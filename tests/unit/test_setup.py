@@ -37,8 +37,8 @@ def add(path: Path, works: bool = True) -> None:
     path.chmod(0o755)
 
 
-def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": str(project / "bin"), "HOME": str(project / "home")}
+def run(project: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": str(project / "bin"), "HOME": str(project / "home"), **variables}
     return subprocess.run(
         [str(project / "scripts" / "setup_venv.sh"), *arguments], env=env, capture_output=True, text=True, timeout=20
     )
@@ -99,3 +99,33 @@ def test_an_existing_environment_is_kept(project: Path) -> None:
     marker.touch()
     assert run(project, "quickstart").returncode == 0
     assert marker.exists()
+
+
+@pytest.fixture
+def toolkit(project: Path) -> Path:
+    """A stand-in for CUDA's toolkit, and a C++ compiler on PATH."""
+    nvcc = project / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text('#!/bin/bash\necho "Cuda compilation tools, release 13.0, V13.0.88"\n')
+    nvcc.chmod(0o755)
+    (project / "bin" / "c++").symlink_to(nvcc)
+    return project / "cuda"
+
+
+def test_for_gpus_torch_comes_before_what_is_compiled_against_it(project: Path, toolkit: Path) -> None:
+    add(project / "bin" / "python3")
+    done = run(project, "gpu", ".venv-gpu", CUDA_HOME=str(toolkit))
+    assert done.returncode == 0, done.stderr
+    first, second = (project / "calls").read_text().splitlines()
+    locks = "--constraint environments/cpu.lock.txt --constraint environments/gpu.lock.txt"
+    assert first.endswith(f"--no-compile {locks} --editable . setuptools ninja")
+    assert second.endswith(f"--no-compile --no-build-isolation {locks} --editable .[gpu]")
+
+
+def test_what_compiling_needs_is_said_before_anything_is_installed(project: Path, toolkit: Path) -> None:
+    add(project / "bin" / "python3")
+    (toolkit / "bin" / "nvcc").write_text('#!/bin/bash\necho "Cuda compilation tools, release 12.8, V12.8.93"\n')
+    (project / "bin" / "c++").unlink()
+    done = run(project, "gpu", ".venv-gpu", CUDA_HOME=str(toolkit))
+    assert done.returncode == 1 and not (project / ".venv-gpu").exists()
+    assert "the toolkit of CUDA 13.0" in done.stderr and str(toolkit) in done.stderr and "g++" in done.stderr

@@ -164,7 +164,7 @@ def bad_sounds() -> dict[str, bytes]:
 def test_a_bad_sound_is_left_out_with_its_reason(
     name: str, bad_sounds: dict[str, bytes], assets: Assets, hf: Path, tmp_path: Path
 ) -> None:
-    """In training, by the doctor, and by prepare."""
+    """In training, by `check`, and by prepare."""
     talk, (_, part, reason) = messages(("user", "<audio>\nWhat?"), ANSWER), BAD[name]
     good: Parts = {"json": talk, "0.wav": encoded(0.5)}
     bad: Parts = {"json": talk, f"0.{part}": bad_sounds[name]}
@@ -313,7 +313,7 @@ def test_samples_of_another_kind_are_left_out(dataset: Path, assets: Assets, tmp
     }
 
 
-def test_the_doctor_counts_sounds(dataset: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_counts_sounds(dataset: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data-path", str(dataset), "--tokenizer-load-dir", str(hf), "--full", "--num-workers", "0"]
     assert check([*flags, "--json", str(tmp_path / "report.json"), "--show", "2"]) == 0
     report = json.loads((tmp_path / "report.json").read_text())

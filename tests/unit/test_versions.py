@@ -69,6 +69,21 @@ def test_transformer_engine_is_the_gpu_extra_s() -> None:
     assert requirement.specifier.contains(f"{low}.1") and not requirement.specifier.contains("2.19.9")
 
 
+def test_the_gpu_environment_is_the_lowest_tested_one_with_transformer_engine() -> None:
+    """`make venv-gpu` installs with both locks as constraints, so none of them may have a package of the other."""
+    gpu = lock("gpu")
+    assert not gpu.keys() & LOCKS["cpu"].keys()
+    (requirement,) = EXTRAS["gpu"]
+    engines = {name: version for name, version in gpu.items() if name.startswith("transformer-engine")}
+    major = Version(LOCKS["cpu"]["cuda-toolkit"]).major
+    assert engines.keys() == {"transformer-engine", "transformer-engine-torch", f"transformer-engine-cu{major}"}
+    (tested,) = set(engines.values())
+    assert requirement.specifier.contains(tested)
+    install = (ROOT / "docs" / "install.md").read_text()
+    assert f"| transformer-engine | {tested} | {tested} |" in install
+    assert f"the lowest versions and Transformer Engine {tested} only" in install
+
+
 def test_this_environment_is_one_of_the_locks() -> None:
     """Whatever the tests ran with is what the locks say they ran with."""
     installed = {name: text for name, text in installed_versions().items() if name != "transformer-engine"}

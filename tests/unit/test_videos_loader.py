@@ -1,4 +1,4 @@
-"""Videos from shards, jsonl and a store of pictures through the loader, its budgets, and the doctor's counts."""
+"""Videos from shards, jsonl and a store of pictures through the loader, its budgets, and the counts of `check`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_frames_that_are_only_named(assets: Assets, tmp_path: Path) -> None:
     }
 
 
-def test_the_doctor_counts_videos_and_frames(
+def test_check_counts_videos_and_frames(
     dataset: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--data-path", str(dataset), "--tokenizer-load-dir", str(hf), "--full", "--num-workers", "0"]

@@ -1,4 +1,4 @@
-"""The doctor's arithmetic: which samples are looked at, quantiles, histogram, fill and groups."""
+"""The arithmetic of `check --data-path`: which samples are looked at, quantiles, histogram, fill and groups."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Pages link to files of the repository, such as ../benchmarks/results/loader.md. So the site is built from a copy that
 has the repository's layout: README.md, docs/, and what these link to, directly or through other pages. No link is
-rewritten.
+rewritten; | in the code of tables alone is written differently on GitHub.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ SOURCE = ROOT / "build" / "docs" / "source"
 SITE = ROOT / "build" / "docs" / "site"
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"""\]\((?!https?:|mailto:)([^)\s#]+)|<img src="(?!https?:)([^"]+)""")
+TABLE_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 DOCSTRING_WARNING = re.compile(r"^(griffe|mkdocs\w*): ", re.MULTILINE)
 
@@ -34,7 +35,10 @@ def main() -> int:
     for file in files:
         target = SOURCE / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, target)
+        if file.suffix == ".md":
+            target.write_text(for_python_markdown(file.read_text(encoding="utf-8")), encoding="utf-8")
+        else:
+            shutil.copy(file, target)
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = COLORS.sub("", done.stdout)
@@ -47,6 +51,11 @@ def main() -> int:
         return 1
     print(f"open {(SITE / 'index.html').relative_to(ROOT)}")
     return 0
+
+
+def for_python_markdown(text: str) -> str:
+    r"""Return a page with | for \| in the code of tables: GitHub needs the backslash, Python-Markdown would show it."""
+    return TABLE_ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), text)
 
 
 def linked_files(starts: list[Path]) -> dict[Path, Path]:

@@ -8,6 +8,7 @@ PYTHON := .venv/bin/python
 NEWEST := .venv-newest
 GPU := .venv-gpu
 PAGE := .venv-page
+DOCS := .venv-docs
 INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
 # Tests wait for processes of their own half of the time: a third worker fills two cores.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
@@ -18,7 +19,7 @@ test test-long test-newest test-cluster test-all: export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-gpu quickstart demo page test test-long test-newest test-cluster test-all lint format lock lock-newest clean
+.PHONY: help venv venv-gpu quickstart demo page docs test test-long test-newest test-cluster test-all lint format lock lock-newest clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -34,6 +35,9 @@ demo: .venv/.installed-demo ## Train DINOv2-S and SmolLM2-135M on emoji in two s
 	$(PYTHON) examples/small-vlm/run.py
 
 page: $(PAGE)/.installed ## Make .venv-page with Gradio, for the page of `demo`
+
+docs: $(DOCS)/.installed ## Build the documentation site in build/docs/site; a warning is an error
+	$(DOCS)/bin/python environments/docs_site.py
 
 test: lint ## Run every check that needs no GPU
 	$(PYTHON) $(PYTEST) -m $(USUAL) tests/e2e tests/parallel tests/unit
@@ -97,7 +101,7 @@ lock-newest: ## Install the newest versions that pyproject.toml allows, and writ
 	touch $(NEWEST)/.installed-dev
 
 clean: ## Remove caches and build outputs, but no environments
-	rm -rf build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .cache build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 .venv/.installed-dev: $(INPUTS) environments/cpu.lock.txt
@@ -123,4 +127,8 @@ $(GPU)/.installed: $(INPUTS) environments/cpu.lock.txt environments/gpu.lock.txt
 $(PAGE)/.installed: environments/page.lock.txt .venv/.installed-quickstart
 	$(PYTHON) -m venv --clear $(PAGE)
 	$(PAGE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement environments/page.lock.txt
+	touch $@
+
+$(DOCS)/.installed: environments/docs.lock.txt scripts/setup_venv.sh
+	scripts/setup_venv.sh docs $(DOCS) environments/docs.lock.txt
 	touch $@

@@ -131,7 +131,7 @@ def llava() -> str:
 def _steps(rows: list[tuple[str, Row]]) -> str:
     """Return a table of training steps. `rows`: each with the name of its file."""
     lines = [
-        "| GPUs | layout | per micro-batch, per step | precision | tokens/s per GPU | GiB per GPU |",
+        "| GPUs | layout | per micro-batch, per iteration | precision | tokens/s per GPU | GiB per GPU |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in rows:

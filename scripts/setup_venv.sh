@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make a virtual environment and install the project with tested versions: setup_venv.sh [EXTRA [FOLDER [LOCK]]]
 # FOLDER is .venv unless given, and LOCK environments/cpu.lock.txt; `none` as LOCK takes the newest of everything.
+# `docs` as EXTRA installs what LOCK lists, without the project.
 # Finds Python 3.12 or newer on PATH, under pyenv, or through uv; says what is missing otherwise.
 # The extra `gpu` compiles Transformer Engine's torch extension, for which it needs CUDA's toolkit and a C++ compiler.
 set -euo pipefail
@@ -84,6 +85,12 @@ if [ "$extra" = gpu ]; then require_compilers; fi
 if ! "$venv/bin/python" -c "$check" >/dev/null 2>&1; then
     rm -rf "$venv"
     make_venv
+fi
+
+if [ "$extra" = docs ]; then
+    echo "installing $lock"
+    install --requirement "$lock"
+    exit
 fi
 
 echo "installing llava-mcore[$extra] (several GB the first time; some minutes)"

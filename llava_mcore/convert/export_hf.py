@@ -53,8 +53,9 @@ def export_hf(
 ) -> int:
     """Write one Hugging Face folder from the newest checkpoint and return its iteration.
 
-    >>> export_hf("megatron", "exported", verify=True)
-    0
+    Examples:
+        >>> export_hf("megatron", "exported", verify=True)
+        0
 
     Args:
         megatron_dir: folder of checkpoints.

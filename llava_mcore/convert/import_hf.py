@@ -52,8 +52,9 @@ def import_hf(
 ) -> Path:
     """Convert one folder and return the iteration folder that was written.
 
-    >>> import_hf("hf", "megatron", tensor_parallel=2, verify=True)
-    PosixPath('megatron/iter_0000000')
+    Examples:
+        >>> import_hf("hf", "megatron", tensor_parallel=2, verify=True)
+        PosixPath('megatron/iter_0000000')
 
     Args:
         hf_dir: Hugging Face folder.

@@ -27,21 +27,22 @@ def load_model(
 ) -> VisionLanguageModel:
     """Return a checkpoint's whole model with its weights, in eval mode; on the GPU if there is one, else on the CPU.
 
-    >>> model = load_model("megatron")
-    >>> processor = AutoProcessor.from_pretrained("hf")
-    >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no picture
-    >>> with torch.no_grad():
-    ...     logits = model(**model_inputs(model, processor, inputs, sizes=[[]]))
-    >>> logits.shape  # [b, s, vocabulary]
-    torch.Size([1, 4, 401])
-
     The model runs in one process: its process groups (torch.distributed, gloo, no network) exist until
     `llava_mcore.parallel.groups.shut_down()`. Conversions in the same process use them too. torch's seed is reset.
+
+    Examples:
+        >>> model = load_model("megatron")
+        >>> processor = AutoProcessor.from_pretrained("hf")
+        >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no picture
+        >>> with torch.no_grad():
+        ...     logits = model(**model_inputs(model, processor, inputs, sizes=[[]]))
+        >>> logits.shape  # [b, s, vocabulary]
+        torch.Size([1, 4, 401])
 
     Args:
         folder: a folder of checkpoints, of which the newest is loaded, or of one iteration.
         dtype: dtype of the weights in memory.
-        base_dir: see `load_part`.
+        base_dir: folder of checkpoints with the weights below the adapters; None: where they were in training.
 
     Raises:
         CheckpointError: it is not a checkpoint of llava_mcore, is of another model, or contains NaN.

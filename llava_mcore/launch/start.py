@@ -26,10 +26,11 @@ WORKER = "llava_mcore.launch.worker"
 def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
     """Train like `python -m llava_mcore train`, in separate processes; return their exit code when they end.
 
-    >>> train({"name": "first", "data": {"path": "shards"}, "checkpoint": {"load": "megatron", "save_dir": "runs"}})
-    0
-
     Call it in the main thread: signals are forwarded to the workers.
+
+    Examples:
+        >>> train({"name": "first", "data": {"path": "shards"}, "checkpoint": {"load": "megatron", "save_dir": "runs"}})
+        0
 
     Args:
         config: a configuration, its sections and keys as in a configuration file, or such a file (YAML or JSON).

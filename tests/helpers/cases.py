@@ -259,7 +259,7 @@ def patch_inputs(plan: PatchPlan, *, seed: int = 0) -> dict[str, torch.Tensor]:
     samples = []
     for each in items:
         rows = sum(item.num_rows for item in each)
-        pixels = torch.randn(rows, plan.tower.patch_numbers(plan.hf.vision_config), generator=g)
+        pixels = torch.randn(rows, plan.tower.patch_dim(plan.hf.vision_config), generator=g)
         found = [_conversation("s", [(b"", item) for item in each], length, g)]
         samples.append(EncodedSample(__key__="s", __restore_key__=(), conversations=found, pixel_values=pixels))
     batch = collate(

@@ -58,7 +58,7 @@ def make_places(recipe: str, root: Path, shards: Path) -> dict[str, Path]:
     places = {"DATA": root / "data", "WORK": root / "work"}
     model, checkpoint = _make_model(recipe, root)
     for command in commands(recipe):
-        if command.name == "scripts/train/run.py":
+        if command.name == "train":
             given = dict(pairwise(command.flags(places)))
             _copy(model, Path(given["--tokenizer-load-dir"]))
             _copy(checkpoint, Path(given["--megatron-load-dir"]))

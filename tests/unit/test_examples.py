@@ -48,12 +48,7 @@ VARIANTS = [
     ),
 ]
 """Configuration -> flags that its README suggests to add."""
-PARSERS = {
-    "scripts/convert/build_llava_jp.py": "build",
-    "scripts/convert/convert_hf_to_megatron.py": "import-hf",
-    "scripts/convert/convert_megatron_to_hf.py": "export-hf",
-}
-RUN = "scripts/train/run.py"
+RUN = "train"
 CONFIGS = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.yaml"))
 ALL = [command for recipe in MODELS for command in commands(recipe)]
 
@@ -156,7 +151,7 @@ def test_command_parses(command: Command, tmp_path: Path) -> None:
     elif command.name.startswith("examples/"):
         own_script(ROOT / command.name).parser().parse_args(flags)
     else:
-        parser_of(PARSERS.get(command.name, command.name)).parse_args(flags)
+        parser_of(command.name).parse_args(flags)
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -208,8 +203,8 @@ def test_the_exported_adapter_answers_as_the_checkpoint(tmp_path: Path, capsys: 
 def test_every_recipe_goes_from_data_to_an_answer() -> None:
     assert {path.parent.name for path in EXAMPLES.glob("*/README.md")} == MODELS.keys()
     for recipe in MODELS:
-        names = [PARSERS.get(x.name, x.name) for x in commands(recipe)]
-        assert {"prepare", "check", "import-hf", RUN, "export-hf", "generate"} <= set(names), recipe
+        names = {x.name for x in commands(recipe)}
+        assert {"prepare", "check", "import-hf", RUN, "export-hf", "generate"} <= names, recipe
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -81,6 +81,13 @@ def test_no_environment_and_no_output_is_copied_into_an_image() -> None:
     assert {line for line in lines if not line.startswith("#")} == {".git", *in_docker_s_words}
 
 
+def test_the_documentation_s_environment_is_locked_without_torch() -> None:
+    """mkdocstrings reads sources, so the project and what it needs are not there."""
+    lock = pins("docs.lock.txt")
+    assert {"zensical", "mkdocstrings-python"} <= lock.keys()
+    assert not {"torch", "transformers", "llava-mcore"} & lock.keys()
+
+
 def test_the_page_s_environment_is_locked_without_torch() -> None:
     lock = pins("page.lock.txt")
     assert {"gradio", "httpx"} <= lock.keys()

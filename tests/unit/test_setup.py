@@ -75,6 +75,13 @@ def test_another_environment_with_another_lock_or_none(project: Path, lock: str)
     assert install.endswith(f"--no-input --no-compile{constraint} --editable .[dev]")
 
 
+def test_the_documentation_s_environment_has_its_lock_alone(project: Path) -> None:
+    add(project / "bin" / "python3")
+    assert run(project, "docs", ".venv-docs", "environments/docs.lock.txt").returncode == 0
+    (install,) = (project / "calls").read_text().splitlines()
+    assert install.endswith("--no-input --no-compile --requirement environments/docs.lock.txt")
+
+
 def test_pyenv_is_looked_into(project: Path) -> None:
     add(project / "home" / ".pyenv" / "versions" / "3.11.9" / "bin" / "python")
     assert run(project, "quickstart").returncode == 1

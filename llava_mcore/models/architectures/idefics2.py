@@ -65,7 +65,7 @@ class Idefics2(Architecture):
 
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
         """Return the number of values in a flattened patch, as a shape."""
-        return (vision_family(hf.vision_config).patch_numbers(hf.vision_config),)
+        return (vision_family(hf.vision_config).patch_dim(hf.vision_config),)
 
     def connector_products(self, hf: PretrainedConfig, work: MediaWork) -> list[int]:
         """Return the FLOPs of the perceiver's products with weights."""

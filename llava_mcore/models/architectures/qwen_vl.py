@@ -78,7 +78,7 @@ class Qwen2Vl(Architecture):
 
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
         """Return the number of values in a flattened patch, as a shape."""
-        return (qwen_tower(hf.vision_config).patch_numbers(hf.vision_config),)
+        return (qwen_tower(hf.vision_config).patch_dim(hf.vision_config),)
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the token that stands for a picture in text."""

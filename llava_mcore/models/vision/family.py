@@ -71,13 +71,13 @@ class VisionFamily(ABC):
     def describe(self, hf: PretrainedConfig) -> str:
         """Say which pictures the tower takes."""
 
-    def patch_numbers(self, hf: PretrainedConfig) -> int:
+    def patch_dim(self, hf: PretrainedConfig) -> int:
         """Return the number of values in a flattened patch."""
         return int(hf.num_channels) * patch_side(hf) ** 2
 
     def embedding_products(self, hf: PretrainedConfig, num_patches: int) -> list[int]:
         """Return the FLOPs of the products before the layers, in the order of the forward pass."""
-        return [2 * num_patches * self.patch_numbers(hf) * self.hidden_size(hf)]
+        return [2 * num_patches * self.patch_dim(hf) * self.hidden_size(hf)]
 
     def has_class_token(self, hf: PretrainedConfig) -> bool:
         """Tell whether a token for the whole picture stands before its patches."""

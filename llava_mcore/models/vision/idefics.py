@@ -77,7 +77,7 @@ class Idefics2Siglip(PatchTower):
     def shape(self, hf: PretrainedConfig) -> PatchShape:
         """Return what surrounds the layers."""
         return PatchShape(
-            patch_numbers=self.patch_numbers(hf),
+            patch_dim=self.patch_dim(hf),
             merged=1,
             conv_bias=True,
             inv_freq=None,
@@ -91,7 +91,7 @@ class Idefics2Siglip(PatchTower):
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
         """Return the entries of the layers and of everything before and after them; patches are flat here."""
         width, side, table = hf.hidden_size, patch_side(hf), "embeddings.position_embedding.weight"
-        flat = Reshape((width, hf.num_channels, side, side), (width, self.patch_numbers(hf)))
+        flat = Reshape((width, hf.num_channels, side, side), (width, self.patch_dim(hf)))
         conv = prefix + "embeddings.patch_embedding."
         return [
             Entry(megatron + "conv1.weight", conv + "weight", REPLICATED, flat),

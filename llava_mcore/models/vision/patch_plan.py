@@ -46,7 +46,10 @@ class PatchPlan(MediaPlan):
     def __init__(
         self, hf: PretrainedConfig, tower: QwenTower, model_class: type[PreTrainedModel], processing: Processing
     ) -> None:
-        """model_class: whose get_rope_index says what positions are.
+        """Set up the plan.
+
+        Args:
+            model_class: Hugging Face class whose `get_rope_index` defines the position ids.
 
         Raises:
             ConversionError: an image or video processor whose patches are not those of the tower.

@@ -50,7 +50,7 @@ from llava_mcore.weights.names import LayerNames
 class PatchShape:
     """The differences between the families, beside TransformerConfig.
 
-    `patch_numbers`: f. `merged`: m, which are next to each other. `inv_freq`: float32 [head size / 4], of rows and of
+    `patch_dim`: f. `merged`: m, which are next to each other. `inv_freq`: float32 [head size / 4], of rows and of
     columns; None: nothing is rotated. `num_positions`: rows of the table of position embeddings; 0: there is none.
     `full_attention`: layers from 0 that see whole pictures, where the others see windows of `window_patches` at most;
     None: all see whole pictures. `post_norm`: the features are those after the tower's last norm. `names`,
@@ -58,7 +58,7 @@ class PatchShape:
     `ffn_size`: the width inside the MLPs without padding; None: they have none.
     """
 
-    patch_numbers: int
+    patch_dim: int
     merged: int
     conv_bias: bool
     inv_freq: Tensor | None
@@ -120,7 +120,7 @@ class PatchTransformer(VisionModule):
         """In ascending order. If there are any, blank patches fill up the layers' arguments to the next of them, beyond
         the largest to a multiple of 128, which suits every FP8 recipe."""
         hidden, dtype = config.hidden_size, config.params_dtype
-        self.conv1 = nn.Linear(shape.patch_numbers, hidden, bias=shape.conv_bias, dtype=dtype)
+        self.conv1 = nn.Linear(shape.patch_dim, hidden, bias=shape.conv_bias, dtype=dtype)
         if shape.num_positions:
             self.position_embeddings = nn.Embedding(shape.num_positions, hidden, dtype=dtype)
         self.decoder = TransformerBlock(
@@ -151,7 +151,7 @@ class PatchTransformer(VisionModule):
                 blanks[name] = media[name].new_full((1,), n)
         if WINDOW_ORDER in media:
             blanks[WINDOW_ORDER] = media[WINDOW_ORDER].new_zeros(1)
-        return pixels.new_zeros(n, self.shape.patch_numbers), blanks, n
+        return pixels.new_zeros(n, self.shape.patch_dim), blanks, n
 
     def items(self, media: Mapping[str, Tensor], lengths: MediaLengths) -> Items:
         """Return what belongs to each picture or frame: patches, squares of them, and the windows that they fill.

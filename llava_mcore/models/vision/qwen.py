@@ -85,7 +85,7 @@ class QwenTower(PatchTower):
         """Return how many patches become one feature."""
         return int(hf.spatial_merge_size) ** 2
 
-    def patch_numbers(self, hf: PretrainedConfig) -> int:
+    def patch_dim(self, hf: PretrainedConfig) -> int:
         """Return the number of values in a flattened patch: a square of some frames."""
         return int(hf.in_channels) * int(hf.temporal_patch_size) * patch_side(hf) ** 2
 
@@ -111,7 +111,7 @@ class QwenTower(PatchTower):
         with torch.device("cpu"):  # also when the model is built without memory, on the meta device
             inv_freq: Tensor = self.rotary(hf).get_buffer("inv_freq").clone()
         return PatchShape(
-            self.patch_numbers(hf), self.merged(hf), self.conv_bias, inv_freq, self.names, ffn_size=self.ffn_size(hf)
+            self.patch_dim(hf), self.merged(hf), self.conv_bias, inv_freq, self.names, ffn_size=self.ffn_size(hf)
         )
 
     def values(self, hf: PretrainedConfig, grid: Grid) -> dict[str, NDArray[Any]]:
@@ -126,7 +126,7 @@ class QwenTower(PatchTower):
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
         """Return the entries of the layers and of the patch embedding, a convolution in the files."""
         width, side = self.hidden_size(hf), patch_side(hf)
-        flat = Reshape((width, hf.in_channels, hf.temporal_patch_size, side, side), (width, self.patch_numbers(hf)))
+        flat = Reshape((width, hf.in_channels, hf.temporal_patch_size, side, side), (width, self.patch_dim(hf)))
         embedding = [Entry(megatron + "conv1.weight", prefix + "patch_embed.proj.weight", REPLICATED, flat)]
         if self.conv_bias:
             embedding.append(Entry(megatron + "conv1.bias", prefix + "patch_embed.proj.bias", REPLICATED))

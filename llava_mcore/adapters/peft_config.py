@@ -112,7 +112,8 @@ def _not_supported(config: Mapping[str, Any]) -> list[str]:
     if changes_base(config):
         errors.append(
             f"init_lora_weights = {config['init_lora_weights']!r} changes the model's own weights, which are not in "
-            "this folder: let PEFT convert it to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+            "this folder: let PEFT convert it to plain LoRA (save_pretrained with "
+            "path_initial_model_for_weight_conversion)"
         )
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
         errors.append(f"bias = {config['bias']!r}, expected 'none', 'all' or 'lora_only'")

@@ -23,7 +23,7 @@ from llava_mcore.files.json_files import read_object
 logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
-_KNOWN = {
+KNOWN_KEYS = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias"),
     *("use_rslora", "use_dora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern"),
@@ -31,7 +31,7 @@ _KNOWN = {
     *("eva_config", "corda_config", "lora_ga_config", "runtime_config"),
 }
 """Keys that are read here, or that only say how an adapter was initialized or is stored. Others must be empty."""
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which PEFT leaves the model's own weights as they are."""
 
 
@@ -103,21 +103,27 @@ def _not_supported(config: Mapping[str, Any]) -> list[str]:
     kind = config.get("peft_type")
     if kind != "LORA":
         return [f"peft_type is {kind!r}, expected 'LORA'"]
-    errors = [f"{key} = {value!r} is not supported" for key, value in config.items() if value and key not in _KNOWN]
+    errors = [f"{key} = {value!r} is not supported" for key, value in config.items() if value and key not in KNOWN_KEYS]
     errors += [
         f"alpha_pattern has the pattern {key!r}; names and their ends are supported"
         for key in _literal(config.get("alpha_pattern") or {})
         if not re.fullmatch(r"[\w.]+", key)
     ]
-    start = config.get("init_lora_weights", True)
-    if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
+    if changes_base(config):
         errors.append(
-            f"init_lora_weights = {start!r} changes the model's own weights, which are not in this folder: let PEFT "
-            "convert it to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+            f"init_lora_weights = {config['init_lora_weights']!r} changes the model's own weights, which are not in "
+            "this folder: let PEFT convert it to plain LoRA (save_pretrained with "
+            "path_initial_model_for_weight_conversion)"
         )
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
         errors.append(f"bias = {config['bias']!r}, expected 'none', 'all' or 'lora_only'")
     return errors
+
+
+def changes_base(config: Mapping[str, Any]) -> bool:
+    """Return whether an adapter was initialized in a way that also changes the model's own weights."""
+    start = config.get("init_lora_weights", True)
+    return (start.lower() if isinstance(start, str) else start) not in PLAIN_STARTS
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:

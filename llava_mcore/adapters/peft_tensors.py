@@ -41,7 +41,8 @@ def names_in_folder(tensors: Mapping[str, TensorInfo], layers: ModelLayers) -> d
     inner, full_prefix = _prefixes(names, tensors, layers)
     names_by_model_name = {}
     for key, short in names.items():
-        name = full_prefix + short.removeprefix(inner)
+        # The output layer of a text model is beside the module whose prefix is replaced, as in the whole model.
+        name = full_prefix + short.removeprefix(inner) if short.startswith(inner) else short
         end = next((end for end in (LORA_A, LORA_B, MAGNITUDE) if name.endswith(end)), "")
         module = name.removesuffix(end)
         if (module + WEIGHT if end else module) not in layers.unused:
@@ -57,7 +58,7 @@ def _prefixes(names: Mapping[str, str], tensors: Mapping[str, TensorInfo], layer
     """
     known, members = aliases(layers), layers.members
     shapes = {name.removesuffix(LORA_A): tensors[key].shape for key, name in names.items() if name.endswith(LORA_A)}
-    if not shapes or any(name in known or name + WEIGHT in layers.unused for name in shapes):
+    if not shapes or all(name in known or name + WEIGHT in layers.unused for name in shapes):
         return "", ""
     parts = {name.removesuffix(x.key) for name, x in members.items() if name.endswith(x.key)}
     pairs = [("", "model."), *((inner, part) for part in sorted(parts) for inner in ("", "model."))]
@@ -108,5 +109,8 @@ def misfits(shapes: Mapping[str, tuple[int, ...]], plan: LoraSettings, layers: M
             for name, (shape, expected_shape) in pairs.items()
             if shape != expected_shape
         ),
-        *(f"{name} has no counterpart here" for name in sorted(shapes.keys() - expected.keys())),
+        *(
+            f"{name} has no counterpart here: merge the adapter with PEFT (merge_and_unload) and import the model"
+            for name in sorted(shapes.keys() - expected.keys())
+        ),
     ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llava_mcore.adapters.peft_config import KNOWN_KEYS, changes_base
 from llava_mcore.adapters.targets import LoraSettings
 
 _EQUAL = 1e-9  # relative difference of two scales that count as one
@@ -48,7 +49,18 @@ def _power_of_two(value: float) -> float | None:
 
 def vllm_problems(config: Mapping[str, Any]) -> list[str]:
     """Return what vLLM refuses of an adapter, or computes differently than PEFT. `config`: its adapter_config.json."""
-    errors = []
+    if config.get("peft_type") != "LORA":
+        return [f"it is {config.get('peft_type')} (peft_type), and vLLM computes LORA only"]
+    errors = [
+        f"it was trained with {key} = {value!r}, which vLLM does not read"
+        for key, value in config.items()
+        if value and key not in KNOWN_KEYS
+    ]
+    if changes_base(config):
+        errors.append(
+            f"init_lora_weights = {config['init_lora_weights']!r} changes the model's own weights, and vLLM uses them "
+            "unchanged"
+        )
     if config.get("use_dora"):
         errors.append("it is DoRA (use_dora), which vLLM refuses")
     if config.get("modules_to_save"):
@@ -56,6 +68,8 @@ def vllm_problems(config: Mapping[str, Any]) -> list[str]:
         errors.append(f"{modules} were trained in full (modules_to_save), which vLLM refuses")
     if config.get("bias", "none") != "none":
         errors.append(f"biases were trained (bias = {config['bias']!r}), which vLLM does not read")
+    if vllm_rank(config) > _LORA_RANKS[-1]:
+        errors.append(f"its rank is {vllm_rank(config)}, and vLLM's --max-lora-rank is at most {_LORA_RANKS[-1]}")
     scales = _scales(config)
     if len(scales) > 1:
         scale_list = " and ".join(f"{x:g}" for x in sorted(scales))
@@ -66,7 +80,7 @@ def vllm_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def vllm_rank(config: Mapping[str, Any]) -> int:
-    """Return the --max-lora-rank that vLLM needs for an adapter."""
+    """Return the --max-lora-rank that vLLM needs for an adapter; a larger rank than it takes is returned as it is."""
     largest = max([int(config.get("r") or 8), *map(int, (config.get("rank_pattern") or {}).values())])
     return next((lora_rank for lora_rank in _LORA_RANKS if lora_rank >= largest), largest)
 

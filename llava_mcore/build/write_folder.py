@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,11 +16,10 @@ from torch import Tensor
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from llava_mcore.build import language
+from llava_mcore.build.older_transformers import describe_for_older
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.errors import ConfigError, ConversionError
-from llava_mcore.files.companions import CONFIG
 from llava_mcore.files.hf_folder import locked, partial_sibling, publish
-from llava_mcore.files.json_files import read_object
 
 PROBE = "How many of the 12 houses, 家, are red?  3."
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")
@@ -138,27 +136,3 @@ def check_text(
 def count(module: torch.nn.Module) -> int:
     """Return the number of a module's parameters."""
     return sum(p.numel() for p in module.parameters())
-
-
-README = "README.md"
-_TEXT = """\
-Built by llava_mcore. Open it with transformers 5 or later: version 4 reads neither its tokenizer class nor the settings
-of its processor. config.json has the rotary settings of the language model under the names of both versions.
-"""
-
-
-def describe_for_older(folder: Path) -> None:
-    """Add `rope_theta` and `rope_scaling` to the language model's `rope_parameters`, and write a README.
-
-    transformers 4 reads only the former, and without them takes a base of 10,000 and no scaling, without a word.
-    """
-    path = folder / CONFIG
-    values = read_object(path, ConversionError)
-    text = values.get("text_config")
-    rope = text.get("rope_parameters") if isinstance(text, dict) else None
-    if isinstance(text, dict) and isinstance(rope, dict) and "rope_theta" in rope:
-        text["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            text["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-        path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / README).write_text(_TEXT, encoding="utf-8")

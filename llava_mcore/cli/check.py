@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hf_dir is not None:
         require_source(args.hf_dir)
     checkpoint = None if args.megatron_dir is None else latest_readable(args.megatron_dir)[0]
-    skip_unused_here()
+    skip_unused_here(reads_media=args.logits is not None)
     from llava_mcore.adapters.adapter_record import check_base_dir, holds_adapters
     from llava_mcore.convert.check import check_checkpoint, check_folder, check_manifest
 

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     # A wrong path is reported before the imports that take seconds.
     require_absent(args.hf_dir, activity="the export")
     latest_readable(args.megatron_dir)
-    skip_unused_here()
+    skip_unused_here(reads_media=args.logits is not None)
     from llava_mcore.adapters.adapter_record import holds_adapters
     from llava_mcore.convert.export_hf import export_hf
     from llava_mcore.convert.jobs import DTYPES

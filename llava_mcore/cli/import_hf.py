@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     # A wrong path is reported before the imports that take seconds.
     require_absent(args.megatron_dir, activity="the import")
     require_source(args.hf_dir)
-    skip_unused_here()
+    skip_unused_here(reads_media=args.logits is not None)
     from llava_mcore.convert.import_hf import import_hf
     from llava_mcore.convert.jobs import DTYPES
 

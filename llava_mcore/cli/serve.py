@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         if holds_adapter_only(args.hf_dir):
             return _show_adapter(args.hf_dir, served)
+        open_whole_folder(args.hf_dir, with_our_config=False)
         print("\n".join(shlex.join(command) for command in commands.values()))
         return 0
     hf, _ = open_whole_folder(args.hf_dir, with_our_config=False)
@@ -63,7 +64,13 @@ def _show_adapter(folder: Path, served: Served) -> int:
             file=sys.stderr,
         )
         return 2
-    print(shlex.join(adapter_command(str(config.get("base_model_name_or_path")), vllm_rank(config), served)))
+    base = config.get("base_model_name_or_path")
+    if not base:
+        raise ConversionError(
+            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path is {base!r}, so the model that the adapter "
+            "belongs to is not known: write its folder, or its name on the hub, there"
+        )
+    print(shlex.join(adapter_command(str(base), vllm_rank(config), served)))
     return 0
 
 

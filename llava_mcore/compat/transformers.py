@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    get_verbosity,
+    is_progress_bar_enabled,
+    set_verbosity,
+    set_verbosity_error,
+)
 
 from llava_mcore.compat.required import required
 
@@ -54,8 +61,9 @@ def not_filled(
     """
     dtype = config.dtype or torch.float32
     nothing = {name: torch.zeros((), dtype=dtype).expand(shape) for name, shape in shapes.items()}
-    before = get_verbosity()
+    before, showed_progress = get_verbosity(), is_progress_bar_enabled()
     set_verbosity_error()  # it reports the same
+    disable_progress_bar()  # nothing is loaded
     try:
         with no_init_weights():
             _, info = model_class.from_pretrained(
@@ -68,6 +76,8 @@ def not_filled(
             )
     finally:
         set_verbosity(before)
+        if showed_progress:
+            enable_progress_bar()
     lines = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     return lines + [
         f"{name} is {tuple(shape)}, but config.json gives {tuple(expected)}"

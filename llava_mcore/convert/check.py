@@ -30,10 +30,14 @@ def check_folder(hf_dir: Path, *, tp: int, pp: int) -> str:
     hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
     with single_process():
         _, table = model_and_table(hf, folder, tp=tp)
+    dims = model_dims(hf)
+    on_first_stage = dims.num_deepstack_layers if dims.num_layers // pp < dims.num_deepstack_layers else 0
+    conditions = [] if tower_divides(dims, tp) else ["--vision-data-parallel"]
+    conditions += [f"{on_first_stage} decoder layers on the first stage or more"] if on_first_stage else []
     return (
         f"{hf_dir}: {len(folder.tensors)} tensors = {len(table.entries)} Megatron parameters, "
         f"{len(table.unused)} unused by training, {len(table.copies)} tied copies; fits tp {tp} x pp {pp}"
-        f"{'' if tower_divides(model_dims(hf), tp) else ' with --vision-data-parallel'}"
+        f"{' with ' if conditions else ''}{' and '.join(conditions)}"
     )
 
 

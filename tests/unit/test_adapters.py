@@ -19,7 +19,7 @@ from llava_mcore.adapters.adaptation import adapter_setup_of, base_of
 from llava_mcore.adapters.adapter_record import Base, write_record
 from llava_mcore.adapters.linear_layers import ModelLayers, model_layers
 from llava_mcore.adapters.peft_config import peft_config, plan_of_folder
-from llava_mcore.adapters.peft_tensors import PREFIX, WEIGHTS
+from llava_mcore.adapters.peft_tensors import PREFIX, WEIGHTS, names_in_folder, open_weights
 from llava_mcore.adapters.targets import plan_from_config, trained_parameters
 from llava_mcore.adapters.vllm_rules import vllm_problems, vllm_rank, with_one_scale
 from llava_mcore.checkpoint.layout import iteration_folder, write_tracker
@@ -197,6 +197,27 @@ def test_an_adapter_of_a_part_alone_works_in_the_whole_model(tmp_path: Path, hf:
         plan_of_folder(folder, "x", layers, is_trained=True)
 
 
+def test_the_output_layer_beside_a_text_models_adapter_is_found(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
+    """LlamaForCausalLM has `model` and `lm_head`; only the first is inside another module in the whole model."""
+    options: dict[str, Any] = {"r": 2, "target_modules": r".*language_model.*\.q_proj"}
+    folder = make_peft_folder(hf, tmp_path / "lora", modules_to_save=["lm_head", "embed_tokens"], **options)
+    tensors = load_file(folder / WEIGHTS)
+    long = f"{PREFIX}model.language_model."
+    save_file({name.replace(long, f"{PREFIX}model."): x for name, x in tensors.items()}, folder / WEIGHTS)
+    adapter = plan_of_folder(folder, "x", layers, is_trained=True)
+    assert set(adapter.modules_to_save) == {"lm_head", "model.language_model.embed_tokens"}
+    head = names_in_folder(open_weights(folder).tensors, layers)["lm_head.weight"]
+    assert head == f"{PREFIX}lm_head.weight"
+
+
+def test_an_adapter_of_all_but_the_output_layer_is_mapped(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:
+    """get_peft_model(model.model): the tower's names are then those of a whole model in transformers 4."""
+    folder = make_peft_folder(hf, tmp_path / "lora", r=2, target_modules=["q_proj"])
+    whole, tensors = plan_of_folder(folder, "x", layers, is_trained=True), load_file(folder / WEIGHTS)
+    save_file({name.replace(f"{PREFIX}model.", PREFIX): x for name, x in tensors.items()}, folder / WEIGHTS)
+    assert plan_of_folder(folder, "x", layers, is_trained=True).lora_ranks == whole.lora_ranks
+
+
 @pytest.mark.parametrize("rslora", [False, True])
 def test_an_export_has_one_scale_as_vllm_computes_it(hf: Path, layers: ModelLayers, rslora: bool) -> None:
     model_class = architecture_of(load_hf_config(hf)).model_class
@@ -232,6 +253,26 @@ def test_serve_says_what_vllm_refuses_of_an_adapter(tmp_path: Path, capsys: pyte
     assert serve.main(["--hf-dir", str(tmp_path), "--dry-run"]) == 2
     shown = capsys.readouterr().err
     assert "(use_dora), which vLLM refuses" in shown and "lm_head were trained in full" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"peft_type": "IA3"}, "it is IA3 (peft_type), and vLLM computes LORA only"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' changes the model's own weights"),
+        ({"trainable_token_indices": [1]}, "trained with trainable_token_indices = [1], which vLLM does not read"),
+        ({"rank_pattern": {"q_proj": 1024}, "alpha_pattern": {"q_proj": 1024}}, "its rank is 1024"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is None"),
+    ],
+)
+def test_serve_refuses_adapters_that_vllm_would_compute_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
+) -> None:
+    config = {"peft_type": "LORA", "r": 12, "lora_alpha": 12, "base_model_name_or_path": "some/base"} | changes
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert serve.main(["--hf-dir", str(tmp_path), "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert expected in shown.err and not shown.out
 
 
 def test_tensors_that_do_not_fit_are_listed_before_a_run_starts(tmp_path: Path, hf: Path, layers: ModelLayers) -> None:

@@ -24,6 +24,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from llava_mcore.build.older_transformers import describe_for_older
 from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
 from llava_mcore.data.encode.assets import load_assets
@@ -329,3 +330,48 @@ def test_the_connector_is_a_flag(tiny_parts: Any, tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         main([*parts, "--save-dir", str(tmp_path / "other"), "--connector", "q_former"])
     assert "invalid choice: 'q_former'" in capsys.readouterr().err
+
+
+# -- programs with transformers 4 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rope", "names"),
+    [
+        ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}),
+        (
+            {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0},
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        ),
+        (
+            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        ),
+        (
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "rope_local_base_freq": 2e4,
+            },
+        ),
+    ],
+    ids=["default", "llama3", "partial", "per-kind"],
+)
+def test_rotary_settings_have_the_names_of_transformers_4_too(
+    tmp_path: Path, rope: dict[str, Any], names: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"rope_parameters": rope}}))
+    describe_for_older(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    assert text == {"rope_parameters": rope, **names}
+
+
+def test_the_older_names_change_nothing_in_transformers_5(build_tiny: Any, tiny_parts: Any) -> None:
+    out = build_tiny(tiny_parts("gemma3"))
+    text = json.loads((out / "config.json").read_text())["text_config"]
+    assert text["rope_local_base_freq"] == text["rope_parameters"]["sliding_attention"]["rope_theta"]
+    assert load(out).config.text_config.rope_parameters == text["rope_parameters"]

@@ -17,7 +17,7 @@ from llava_mcore.checkpoint import checksums, layout
 from llava_mcore.cli import check, export_hf
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.config.flag_names import ALL_FLAGS
-from llava_mcore.convert.check import check_manifest
+from llava_mcore.convert.check import check_folder, check_manifest
 from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import CheckpointError, ConversionError
@@ -25,7 +25,9 @@ from llava_mcore.models.model_table import mapping_table
 from llava_mcore.weights.sharding import ROW
 from llava_mcore.weights.table import Entry, MappingTable
 from tests.helpers.photos import CHINA
+from tests.helpers.tiny_classes import make_hf_internvl
 from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_qwen import make_hf_qwen
 
 LAYER = "language_model.model.layers.1."
 QKV = "language_model.decoder.layers.1.self_attention.linear_qkv.weight"
@@ -216,3 +218,17 @@ def test_the_page_names_only_flags_that_there_are() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
     assert named - known - training - benchmark == set()
     assert {"--logits", "--hf-config", "--max-shard-size", "--verify"} <= named
+
+
+def test_a_summary_says_what_a_layout_needs(tmp_path: Path) -> None:
+    """Training refuses equal stages of which the first has too few layers for the tower's inner features."""
+    vision = {"depth": 4, "deepstack_visual_indexes": [0, 1, 2]}
+    make_hf_qwen(tmp_path / "hf", "qwen3_vl", text_overrides={"num_hidden_layers": 4}, vision_overrides=vision)
+    assert check_folder(tmp_path / "hf", tp=1, pp=2).endswith("pp 2 with 3 decoder layers on the first stage or more")
+    assert check_folder(tmp_path / "hf", tp=1, pp=1).endswith("fits tp 1 x pp 1")
+
+
+def test_towers_of_internvl_without_biases_say_which_models_can_be_used(tmp_path: Path) -> None:
+    make_hf_internvl(tmp_path / "hf", vision_overrides={"attention_bias": False})
+    with pytest.raises(ConversionError, match=r"attention_bias = False(?s:.*)InternViT-300M, the tower of"):
+        check_folder(tmp_path / "hf", tp=1, pp=1)

@@ -128,3 +128,9 @@ def test_nothing_to_score_is_an_error() -> None:
         score([])
     with pytest.raises(ValueError, match="reference"):
         Answered("a", ())
+
+
+def test_bleu_of_a_script_without_spaces_compares_letters() -> None:
+    thai = "แมวดำตัวใหญ่นอนอยู่"
+    assert bleu([Answered(thai, (thai,))], "13a") == pytest.approx(100)
+    assert bleu([Answered(thai, ("บ้านสีแดงหลังเล็ก",))], "13a") < 10

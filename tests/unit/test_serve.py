@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,6 +286,17 @@ def test_commands_of_other_engines(folder: Path, capsys: pytest.CaptureFixture[s
         f"vllm serve {folder} --host localhost --port 8001 --served-model-name folder",
         f"python -m sglang.launch_server --model-path {folder} --host localhost --port 8001 --served-model-name folder",
     ]
+
+
+def test_a_dry_run_checks_the_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other engines would read another model from it, or fail later."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for wrong, expected in ((copy, "holds a model and also a PEFT adapter"), (tmp_path / "gone", "no config.json")):
+        assert main(["--hf-dir", str(wrong), "--dry-run"]) == 2
+        shown = capsys.readouterr()
+        assert expected in shown.err and not shown.out
 
 
 def test_an_installed_engine_is_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

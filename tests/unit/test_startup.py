@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
 from llava_mcore.compat.startup import SHARED, Distributions, find_distributions_lazily
+from tests.helpers.photos import CHINA
+from tests.helpers.tiny_hf import make_hf_llava
 
 READS = """
 import importlib.metadata
@@ -55,3 +58,17 @@ def test_importing_transformers_reads_no_lists_of_files() -> None:
     reads, has_torch, used = done.stdout.split()
     assert (reads, has_torch) == ("0", "True")
     assert (used == "True") == (Version(importlib.metadata.version("transformers")) < Version("5.23"))
+
+
+def test_logits_are_compared_in_a_new_process(tmp_path: Path) -> None:
+    """Of what a conversion skips, Energon needs something; in this process it has been imported already."""
+    make_hf_llava(tmp_path / "hf")
+    folders = ["--hf-dir", str(tmp_path / "hf"), "--megatron-dir", str(tmp_path / "m")]
+    for command, picture, code, expected in (
+        ("import-hf", str(CHINA), 0, "computes the logits of"),
+        ("check", str(tmp_path / "none.jpg"), 2, "error: "),
+    ):
+        line = [sys.executable, "-m", "llava_mcore", command, *folders, "--logits", picture]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        text = done.stdout + done.stderr
+        assert done.returncode == code and expected in text and "Traceback" not in text, text

@@ -34,7 +34,10 @@ def parser() -> argparse.ArgumentParser:
         "--max-request-bytes", type=int, default=MAX_REQUEST_BYTES, metavar="N",
         help="refuse larger requests, pictures included (default %(default)s)",
     )  # fmt: skip
-    p.add_argument("--dry-run", action="store_true", help="print the commands of vLLM and SGLang, and start nothing")
+    p.add_argument(
+        "--dry-run", action="store_true",
+        help="check the folder, print the commands of vLLM and SGLang, and start nothing",
+    )  # fmt: skip
     return p
 
 

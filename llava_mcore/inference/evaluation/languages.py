@@ -54,7 +54,12 @@ def _unicode_words(text: str) -> list[str]:
     """Return the words of a text in lower case. rouge-score's own would keep a-z and 0-9 only."""
     characters = unicodedata.normalize("NFC", text.lower())
     spaced = "".join(char if unicodedata.category(char)[0] in "LMN" else " " for char in characters)
-    return _NO_SPACES.sub(r" \g<0> ", spaced).split()
+    return with_spaces(spaced).split()
+
+
+def with_spaces(text: str) -> str:
+    """Return a text with the letters of scripts without spaces between words set apart; sacrebleu's 13a does not."""
+    return _NO_SPACES.sub(r" \g<0> ", text)
 
 
 def bleu_metric(tokenizer: TokenizerName) -> BLEU:

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.inference.evaluation.languages import NO_LIBRARIES, TokenizerName, bleu_metric, tokenizer_for, words_of
+from llava_mcore.inference.evaluation.languages import (
+    NO_LIBRARIES,
+    TokenizerName,
+    bleu_metric,
+    tokenizer_for,
+    with_spaces,
+    words_of,
+)
 
 ANLS_THRESHOLD = 0.5
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
@@ -117,15 +124,18 @@ class _Words:
 def bleu(answered: Sequence[Answered], tokenizer: TokenizerName) -> float:
     """Return BLEU-4 of all answers together, 0 to 100; 0 if no answer has four tokens.
 
+    With 13a, a letter of Thai, Lao, Burmese or Khmer is a token: a sentence in them would be a single one.
+
     Raises:
         ConfigError: a package of the extra `eval` is not installed.
     """
     metric = bleu_metric(tokenizer)
     num_references = max(len(sample.references) for sample in answered)
+    split = with_spaces if tokenizer == "13a" else str
     # One list per position in the samples' references. Repeating a sample's last one does not change its counts.
-    streams = [[sample.references[min(index, len(sample.references) - 1)] for sample in answered]
+    streams = [[split(sample.references[min(index, len(sample.references) - 1)]) for sample in answered]
                for index in range(num_references)]  # fmt: skip
-    score = metric.corpus_score([sample.answer for sample in answered], streams)
+    score = metric.corpus_score([split(sample.answer) for sample in answered], streams)
     return float(score.score)
 
 

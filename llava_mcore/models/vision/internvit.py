@@ -40,6 +40,10 @@ _REQUIRED = {
     "hidden_dropout_prob": 0.0,
     "projection_dropout": 0.0,
 }
+_WHICH_MODELS = (
+    "InternViT-300M, the tower of InternVL with 1B to 14B parameters, has these values. InternViT-6B (26B, 38B, 78B) "
+    "and new towers with the defaults of transformers' class, which have no such biases, cannot be trained here"
+)
 
 
 class InternVit(TileTower):
@@ -57,7 +61,7 @@ class InternVit(TileTower):
         Raises:
             ConversionError: a variant that is not supported (InternViT-6B).
         """
-        require(hf, _REQUIRED)
+        require(hf, _REQUIRED, advice=_WHICH_MODELS)
         return transformer_fields(hf, num_layers)
 
     def shape(self, hf: PretrainedConfig) -> VisionShape:

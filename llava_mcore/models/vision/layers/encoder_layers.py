@@ -51,8 +51,10 @@ def encoder_fields(hf: PretrainedConfig, num_layers: int) -> dict[str, Any]:
     }
 
 
-def require(hf: PretrainedConfig, expected: Mapping[str, Any], *, section: str = "vision_config") -> None:
-    """Check required values in a tower's config. ConversionError lists all others."""
+def require(
+    hf: PretrainedConfig, expected: Mapping[str, Any], *, section: str = "vision_config", advice: str = ""
+) -> None:
+    """Check required values in a tower's config. ConversionError lists all others, and ends with `advice`."""
     values = hf.to_dict()
     mismatches = [
         f"{section}.{key} = {values[key]} is not supported; it must be {value}"
@@ -60,7 +62,7 @@ def require(hf: PretrainedConfig, expected: Mapping[str, Any], *, section: str =
         if values[key] != value
     ]
     if mismatches:
-        raise ConversionError("\n".join(mismatches))
+        raise ConversionError("\n".join([*mismatches, *([advice] if advice else [])]))
 
 
 def embedding_entries(hf: PretrainedConfig, *, megatron: str, prefix: str, conv: str) -> list[Entry]:

@@ -199,8 +199,8 @@ class Batch(EnergonBatch):
     """Tokens of all conversations, including media, without padding."""
     num_pairs: int = 0
     """Pairs of tokens in causal attention: n * (n + 1) / 2 for a conversation of n tokens."""
-    num_truncated: int = 0
-    """Conversations whose end was truncated."""
+    sums: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Named sums for the log, each a total and a count (see `BATCH_SUMS` in data/loader/collate.py)."""
     typed_tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens in the text of turns -> the key of a conversation with one."""
     without_fps: str | None = None

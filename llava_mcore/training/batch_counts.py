@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from llava_mcore.data.loader.collate import BATCH_SUMS
 from llava_mcore.media.batch_fields import MediaWork, media_work
 from llava_mcore.parallel.batch import HostBatch
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
@@ -16,7 +17,7 @@ class LoadedBatch(HostBatch, Protocol):
 
     sample_keys: Sequence[str]
     skipped: Sequence[object]
-    num_truncated: int
+    sums: dict[str, tuple[int, int]]
     num_pairs: int
 
 
@@ -32,8 +33,6 @@ class StepCounts:
     """Conversations that are trained on."""
     num_skipped: int = 0
     """Conversations that were skipped."""
-    num_truncated: int = 0
-    """Conversations that were truncated."""
     num_pairs: int = 0
     """Pairs of tokens in causal attention."""
     num_tiles: int = 0
@@ -62,7 +61,6 @@ def count(batches: Sequence[LoadedBatch]) -> StepCounts:
         num_positions=sum(batch.input_ids.numel() for batch in batches),
         num_conversations=sum(len(batch.sample_keys) for batch in batches),
         num_skipped=sum(len(batch.skipped) for batch in batches),
-        num_truncated=sum(batch.num_truncated for batch in batches),
         num_pairs=sum(batch.num_pairs for batch in batches),
         num_tiles=sum(work.num_tiles for work in works),
         num_patches=sum(work.num_patches for work in works),
@@ -72,9 +70,27 @@ def count(batches: Sequence[LoadedBatch]) -> StepCounts:
     )
 
 
-def count_all(
-    groups: Groups, batches: Sequence[LoadedBatch], flags: Sequence[bool]
-) -> tuple[StepCounts, tuple[bool, ...]]:
+def named_sums(batches: Sequence[LoadedBatch]) -> dict[str, tuple[int, int]]:
+    """Add up the named sums of what this rank has loaded for one step: all of BATCH_SUMS, on every rank."""
+    unknown = {name for batch in batches for name in batch.sums}.difference(BATCH_SUMS)
+    assert not unknown, f"{', '.join(sorted(unknown))}: add the name to BATCH_SUMS in data/loader/collate.py"
+    pairs = {name: [batch.sums[name] for batch in batches if name in batch.sums] for name in BATCH_SUMS}
+    return {name: (sum(x for x, _ in each), sum(n for _, n in each)) for name, each in pairs.items()}
+
+
+class StepContents(NamedTuple):
+    """The counts and named sums of the global batch, and which flags are set on any rank."""
+
+    counts: StepCounts
+    sums: Mapping[str, tuple[int, int]]
+    flags: tuple[bool, ...]
+
+
+def count_all(groups: Groups, batches: Sequence[LoadedBatch], flags: Sequence[bool]) -> StepContents:
     """Count what all ranks have loaded for one step, and find which flags are set on any; one collective call."""
-    totals = sum_over_ranks(groups, [*flags, *asdict(count(batches)).values()])
-    return StepCounts(*totals[len(flags) :]), tuple(count > 0 for count in totals[: len(flags)])
+    counts, sums = asdict(count(batches)).values(), [x for pair in named_sums(batches).values() for x in pair]
+    totals = sum_over_ranks(groups, [*flags, *counts, *sums])
+    set_flags = tuple(count > 0 for count in totals[: len(flags)])
+    end = len(flags) + len(counts)
+    pairs = zip(totals[end::2], totals[end + 1 :: 2], strict=True)
+    return StepContents(StepCounts(*totals[len(flags) : end]), dict(zip(BATCH_SUMS, pairs, strict=True)), set_flags)

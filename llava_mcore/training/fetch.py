@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -73,10 +73,11 @@ class RecordingLoader:
 
 
 class Fetched(NamedTuple):
-    """The micro-batches of one step, the counts of the global batch, and which flags are set on any rank."""
+    """The micro-batches of one step, counts and named sums of the global batch, and which flags are set on any rank."""
 
     batches: SharedStep
     counts: StepCounts
+    sums: Mapping[str, tuple[int, int]]
     flags: tuple[bool, ...]
 
 
@@ -104,7 +105,7 @@ def fetch_step(
             budget.report(batches)
         except LlavaMcoreError as error:
             problem = str(error)
-    counts, (failed, *set_flags) = count_all(groups, batches or [], (problem is not None, *flags))
+    counts, sums, (failed, *set_flags) = count_all(groups, batches or [], (problem is not None, *flags))
     if failed:
         raise DataError(problems("training data cannot be used", agree(groups, problem)), on_all_ranks=True)
-    return Fetched(share_step(groups, batches, num_micro_batches, fields), counts, tuple(set_flags))
+    return Fetched(share_step(groups, batches, num_micro_batches, fields), counts, sums, tuple(set_flags))

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 class _Launched:
     """An iteration whose result has not been read.
 
-    step: None if its batch was not trained on. read: what this rank has read for it; None if it reads no data.
+    step: None if its batch was not trained on. read: what this rank has read for it; None if it reads no data. sums:
+    those of the loader.
     began: before its batch was read. waited: seconds for which the device had no work because of the batch.
     """
 
@@ -37,6 +38,7 @@ class _Launched:
     step: LaunchedStep | None
     read: ReadStep | None
     counts: StepCounts
+    sums: Mapping[str, tuple[int, int]]
     rates: Mapping[str, float]
     began: DeviceEvent
     end: DeviceEvent
@@ -90,7 +92,7 @@ class Iterations:
     def launch(self, fetched: Fetched) -> None:
         """Launch the training on the batch that has been read, and report the previous iteration; a collective call."""
         groups, progress = self.trainer.groups, self.progress
-        batches, counts, _ = fetched
+        batches, counts, sums, _ = fetched
         progress.consumed_conversations += counts.num_conversations
         progress.skipped_conversations += counts.num_skipped
         self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
@@ -109,6 +111,7 @@ class Iterations:
             step=step,
             read=None if self.loader is None else self.loader.step(),
             counts=counts,
+            sums=sums,
             rates=rates,
             began=self.began,
             end=DeviceEvent(groups.device) if step is None else step.end,
@@ -144,7 +147,13 @@ class Iterations:
         seconds = launched.end.seconds_since(self._last_end or launched.began)
         self._last_end = launched.end
         self.reporter.step(
-            launched.progress, launched.counts, result, rates=launched.rates, waited=launched.waited, seconds=seconds
+            launched.progress,
+            launched.counts,
+            result,
+            sums={**launched.sums, **({} if result is None else result.sums)},
+            rates=launched.rates,
+            waited=launched.waited,
+            seconds=seconds,
         )
 
     def _step(self, iteration: int, batches: SharedStep) -> LaunchedStep:

@@ -40,6 +40,7 @@ from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.model_graphs import model_graphs
 from llava_mcore.training.layer_choice import transformer_impl
+from llava_mcore.training.loss_terms import loss_terms
 from llava_mcore.training.optimization.gradients import TowerGradients
 from llava_mcore.training.optimization.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
 
@@ -227,6 +228,7 @@ def build_models(
             fuse_weight_gradients(model)
         if model.post_process:  # with fp16 the gradient of the loss is its scale
             model.language_model.output_layer.adds_to_main_grad = options.params_dtype != torch.float16
+            model.language_model.output_layer.terms = loss_terms(run)
         if not options.plain_linears:  # else it is quantized first
             model.to(groups.device)
         if initialize and model.pre_process and options.vision_data_parallel:

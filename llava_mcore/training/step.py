@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,11 +18,15 @@ from torch import Tensor
 from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.named_sums import Sums, collect_sums
 from llava_mcore.parallel.on_device import AsyncHostCopy, DeviceEvent
 from llava_mcore.parallel.share import SharedStep
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
+from llava_mcore.training.logs.metrics_file import DEVICE_SUMS
+from llava_mcore.training.loss_terms import LOSS_TERMS
 
-Report = dict[str, Tensor]
+LOSS = "loss"
+"""Name of the summed cross-entropy and the number of trained tokens in a report."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class StepResult:
     updated: whether the weights changed. They do not if fp16 gradients overflowed, or if loss or gradients were not
         finite in a step that updates only if they are.
     finite: whether loss and gradient norm are finite. not_finite: this rank's micro-batches with a loss that is not.
-    lr: the learning rate of parts without their own.
+    lr: the learning rate of parts without their own. sums: total and count of the other named sums that the global
+        batch has.
     """
 
     loss: float
@@ -42,39 +47,49 @@ class StepResult:
     updated: bool
     finite: bool = True
     not_finite: tuple[int, ...] = ()
+    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-def loss_sum(loss_mask: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Report]:
-    """Return the summed loss of the trained tokens and their number. loss_mask: [b, s]."""
+def loss_sum(loss_mask: Tensor, report: Sums, total: Tensor) -> tuple[Tensor, Tensor, Sums]:
+    """Return the summed loss of the trained tokens and their number, and add both to the report. loss_mask: [b, s]."""
     count = loss_mask.sum().to(torch.int)
-    return total, count, {"sums": torch.stack([total.detach(), count.float()])}
+    report[LOSS] = torch.stack([total.detach(), count.float()])
+    return total, count, report
 
 
-def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, partial]:
-    """Run one micro-batch through this stage (called by megatron-core's schedules)."""
+def forward_step(reports: list[Sums], batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, partial]:
+    """Run one micro-batch through this stage (called by megatron-core's schedules), and append its named sums."""
     batch = next(batches)
-    output = model(
-        batch.input_ids,
-        batch.position_ids,
-        batch.media,
-        labels=batch.labels,
-        loss_mask=batch.loss_mask,
-        packed_seq_params=batch.packed_seq_params,
-        num_trained=batch.num_trained,
-        max_media_seqlen=batch.max_media_seqlen,
-        media_lengths=batch.media_lengths,
-    )
-    return output, partial(loss_sum, batch.loss_mask)
+    with collect_sums() as report:
+        output = model(
+            batch.input_ids,
+            batch.position_ids,
+            batch.media,
+            labels=batch.labels,
+            loss_mask=batch.loss_mask,
+            packed_seq_params=batch.packed_seq_params,
+            num_trained=batch.num_trained,
+            max_media_seqlen=batch.max_media_seqlen,
+            media_lengths=batch.media_lengths,
+        )
+    reports.append(report)
+    return output, partial(loss_sum, batch.loss_mask, report)
 
 
 def forward_backward(
     chunks: Sequence[DistributedDataParallel], batches: SharedStep, *, forward_only: bool = False
-) -> list[Report]:
-    """Run the pipeline schedule over one step's micro-batches; returns reports on the last stage."""
+) -> list[Sums]:
+    """Run the pipeline schedule over one step's micro-batches.
+
+    Returns:
+        The named sums of each micro-batch, as they are on this rank; on the last stage they have LOSS. With several
+        chunks, those of each chunk.
+    """
     micro_batch_size, seq_length = batches.shape
     iterators = [iter(batches), *(batches.without_media() for _ in chunks[1:])]  # the first chunk has the tower
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
+    reports: list[Sums] = []
+    get_forward_backward_func()(
+        forward_step_func=partial(forward_step, reports),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(batches),
@@ -82,6 +97,7 @@ def forward_backward(
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
     )
+    return reports
 
 
 def train_step(
@@ -110,16 +126,16 @@ def train_step(
     optimizer.zero_grad()
     reports = forward_backward(chunks, batches)
     lr = scheduler.get_lr({})
-    losses = _Losses(groups, reports)
+    sums = _StepSums(groups, reports)
     norm: Tensor | float | None
     if only_if_finite:
-        updated, norm = update_unless(optimizer, lambda norm: not (losses.is_finite() and math.isfinite(norm)))
+        updated, norm = update_unless(optimizer, lambda norm: not (sums.is_finite() and math.isfinite(norm)))
     else:
         updated, norm, _ = optimizer.step()
     if updated:  # fp16 skips an update whose gradients overflowed
         scheduler.step(increment=global_batch_size)
     return LaunchedStep(
-        losses,
+        sums,
         AsyncHostCopy(torch.as_tensor(0.0 if norm is None else norm).reshape(1)),
         lr,
         updated,
@@ -127,32 +143,55 @@ def train_step(
     )
 
 
-class _Losses:
-    """The loss of one step, added up on the device and copied to the host while the device continues."""
+class _StepSums:
+    """The named sums of one step, added up on the device and copied to the host while the device continues."""
 
-    def __init__(self, groups: Groups, reports: Sequence[Report]) -> None:
-        """Add (summed loss, trained tokens) over micro-batches and model replicas, each counted once; a collective call
-        of the devices, for which the host does not wait."""
-        self._each = torch.zeros(0, 2, dtype=torch.float64, device=groups.device)
+    def __init__(self, groups: Groups, reports: Sequence[Sums]) -> None:
+        """Add the reports over micro-batches, stages and model replicas; a collective call of the devices, for which
+        the host does not wait. The loss of a replica is counted once.
+
+        All ranks send the same names, those that the tables know: (loss, trained tokens), then of every other name its
+        total, its count, and on how many reports it is.
+        """
+        self._names = (*DEVICE_SUMS, *LOSS_TERMS)
+        unknown = {name for report in reports for name in report}.difference(self._names, [LOSS])
+        assert not unknown, (
+            f"{', '.join(sorted(unknown))}: add the name to DEVICE_SUMS in training/logs/metrics_file.py"
+        )
+        self._losses = torch.zeros(0, 2, dtype=torch.float64, device=groups.device)
         if groups.reports_loss:
-            self._each = torch.stack([report["sums"] for report in reports]).double()
-        sums = self._each.sum(0)
+            self._losses = torch.stack([report[LOSS] for report in reports if LOSS in report]).double()
+        others = [self._total_of(name, reports) for name in self._names]
+        sums = torch.cat([self._losses.sum(0), *others])
         dist.all_reduce(sums)
         self._sums = AsyncHostCopy(sums)
 
-    def read(self) -> tuple[float, float]:
+    def _total_of(self, name: str, reports: Sequence[Sums]) -> Tensor:
+        """Return total, count and number of this rank's reports with a name, [3]."""
+        pairs = [report[name] for report in reports if name in report]
+        if not pairs:
+            return self._losses.new_zeros(3)
+        return torch.cat([torch.stack(pairs).sum(0), self._losses.new_full((1,), len(pairs))])
+
+    def loss(self) -> tuple[float, float]:
         """Return the summed loss and the number of trained tokens of the global batch. The host waits for the
         device."""
-        total, count = self._sums.read()
+        total, count, *_ = self._sums.read()
         return total, count
+
+    def others(self) -> dict[str, tuple[float, float]]:
+        """Return total and count of the other names that any rank has reported. The host waits for the device."""
+        _, _, *values = self._sums.read()
+        rows = zip(self._names, values[::3], values[1::3], values[2::3], strict=True)
+        return {name: (total, count) for name, total, count, num_reports in rows if num_reports}
 
     def is_finite(self) -> bool:
         """Return whether the summed loss is finite; the same on all ranks. The host waits for the device."""
-        return math.isfinite(self.read()[0])
+        return math.isfinite(self.loss()[0])
 
     def not_finite(self) -> tuple[int, ...]:
         """Return this rank's micro-batches whose loss is not finite. The host waits for the device."""
-        return tuple((~self._each[:, 0].isfinite()).nonzero()[:, 0].tolist())
+        return tuple((~self._losses[:, 0].isfinite()).nonzero()[:, 0].tolist())
 
 
 @dataclass(frozen=True)
@@ -162,7 +201,7 @@ class LaunchedStep:
     lr: the learning rate of parts without their own. updated: see StepResult. end: reached after the update.
     """
 
-    losses: _Losses
+    sums: _StepSums
     norm: AsyncHostCopy
     lr: float
     updated: bool
@@ -170,9 +209,9 @@ class LaunchedStep:
 
     def result(self) -> StepResult:
         """Return the result; the host waits for the device."""
-        total, count = self.losses.read()
+        total, count = self.sums.loss()
         [norm] = self.norm.read()
         loss = total / count if count else float("nan")
         finite = math.isfinite(total) and math.isfinite(norm)
-        not_finite = () if finite else self.losses.not_finite()
-        return StepResult(loss, norm, self.lr, int(count), self.updated, finite, not_finite)
+        not_finite = () if finite else self.sums.not_finite()
+        return StepResult(loss, norm, self.lr, int(count), self.updated, finite, not_finite, self.sums.others())

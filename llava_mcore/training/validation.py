@@ -22,7 +22,7 @@ from llava_mcore.parallel.share import share_step
 from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.step import forward_backward
+from llava_mcore.training.step import LOSS, forward_backward
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Validator:
         reports = forward_backward(self.trainer.chunks, share_step(groups, batches, total, fields), forward_only=True)
         if not groups.reports_loss:
             return torch.zeros(2, dtype=torch.float64)
-        return torch.stack([report["sums"] for report in reports]).double().sum(0).cpu()
+        return torch.stack([report[LOSS] for report in reports if LOSS in report]).double().sum(0).cpu()
 
     @property
     def _is_interleaved(self) -> bool:

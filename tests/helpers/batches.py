@@ -30,7 +30,7 @@ class FakeBatch:
     num_tokens: int
     sample_keys: list[str]
     skipped: list[object] = field(default_factory=list)
-    num_truncated: int = 0
+    sums: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_pairs: int = 0
 
 

@@ -64,7 +64,7 @@ def _gradients(groups: Groups, run: RunConfig, case: dict[str, Any], *, packed: 
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     reports = forward_backward(trainer.chunks, batches)
-    losses = [report["sums"].tolist() for report in reports]
+    losses = [report["loss"].tolist() for report in reports if "loss" in report]
     trainer.optimizer.prepare_grads()  # hands over the gradients whose norm is taken
     norm = trainer.optimizer.get_grad_norm()
     return {"losses": losses, "norm": norm, "gradients": _main_gradients(trainer)}

@@ -31,7 +31,7 @@ def metrics(iteration: int, loss: float | None, first: float | None = None) -> M
     values: dict[str, Any] = {field.name: 1.0 for field in fields(Metrics)}
     phases = None if first is None else {"imports": first}
     values |= {"iteration": iteration, "loss": loss, "mfu": None, FIRST: first, "start_seconds": phases}
-    values["lr_by_part"] = {"language_model": 0.5}
+    values |= {"lr_by_part": {"language_model": 0.5}, "sums": {}}
     return Metrics(**values)  # type: ignore[arg-type]
 
 

@@ -101,7 +101,7 @@ def test_a_conversation_ends_before_the_video_that_exceeds_the_budget(assets: As
     for most, kept in ((8, 8), (7, 2), (2, 2)):
         batches = take(open_loader(tmp_path, assets, max_media_tokens=most * PATCHES, **options), 2)
         assert [len(batch.media[PIXEL_VALUES]) for batch in batches] == [kept, kept]
-        assert [batch.num_truncated for batch in batches] == [int(kept < 8)] * 2
+        assert [batch.sums["num_truncated"] for batch in batches] == [(int(kept < 8), 0)] * 2
         assert not any(batch.skipped for batch in batches)
         answers = assets.tokenizer.decode(batches[0].input_ids[0]).count("It moves.")
         assert answers == (2 if kept == 8 else 1)

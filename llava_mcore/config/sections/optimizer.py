@@ -10,8 +10,10 @@ from llava_mcore.config.sections.base import Iterations, Samples, Section
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw"] = "adamw"
+    """Optimizer."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     vision_lr: float | None = Field(None, gt=0)

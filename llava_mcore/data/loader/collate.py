@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,12 @@ from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
 from llava_mcore.media.batch_fields import PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 from llava_mcore.media.media import index_values, position_ids
 from llava_mcore.media.pixels import NO_SCALE
+
+BATCH_SUMS: dict[str, Callable[[Sequence[TokenConversation]], tuple[int, int]]] = {
+    "num_truncated": lambda conversations: (sum(conversation.truncated for conversation in conversations), 0),
+}
+"""What the log says of the conversations of a global batch, by name: a function that returns total and count for a
+micro-batch. The log has total / count over the global batch, or the total where nothing is counted."""
 
 
 def collate(
@@ -139,7 +145,7 @@ def _batch(
         sample_keys=[conversation.key for conversation in conversations],
         num_tokens=sum(map(len, conversations)),
         num_pairs=sum(n * (n + 1) // 2 for n in map(len, conversations)),
-        num_truncated=sum(conversation.truncated for conversation in conversations),
+        sums={name: count(conversations) for name, count in BATCH_SUMS.items()},
         typed_tokens={token: conversation.key for conversation in conversations for token in conversation.typed},
         without_fps=next((conversation.key for conversation in conversations if conversation.num_without_fps), None),
     )

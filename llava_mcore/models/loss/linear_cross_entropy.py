@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from torch.nn import Parameter
 
 from llava_mcore.compat.torch import assert_on_device
 from llava_mcore.models.loss.chunk_loss import VocabShard, chunk_loss, into_gradients
+from llava_mcore.models.loss.terms import LossTerm, add_terms
 
 # Every chunk reads and writes the fp32 weight gradient: 8 bytes per element, for which it does 2 * c operations. On an
 # H200 (800 TF/s, 4.3 TB/s) both take the same time at c = 750. A larger chunk hides more of it, and costs 4 bytes per
@@ -54,6 +55,8 @@ class OutputLayer(ColumnParallelLinear):
 
     adds_to_main_grad = False
     """Whether a trained weight's gradient is added to its `main_grad` (see `linear_cross_entropy`)."""
+    terms: Mapping[str, LossTerm] = {}
+    """Terms beside the cross-entropy, by name."""
 
     def forward(
         self,
@@ -80,6 +83,7 @@ class OutputLayer(ColumnParallelLinear):
             sequence_parallel=self.sequence_parallel,
             num_trained=num_trained,
             adds_to_main_grad=self.adds_to_main_grad,
+            terms=self.terms,
         )
 
 
@@ -95,6 +99,7 @@ def linear_cross_entropy(
     num_trained: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     adds_to_main_grad: bool = False,
+    terms: Mapping[str, LossTerm] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the cross-entropy of hidden @ weight.T, and each token's.
 
@@ -114,6 +119,7 @@ def linear_cross_entropy(
         chunk_tokens: maximum number of tokens with logits at a time.
         adds_to_main_grad: the weight is a parameter of megatron-core's data parallelism, and if it is trained, the
             forward pass adds its gradient to `main_grad`. The gradient of the sum must be 1.
+        terms: add their gradients to those of the sum, whose value they do not change; they are reported as named sums.
 
     Returns:
         The sum of token_weights * loss, [], and the loss of every token, [b, s], which has no gradient and is 0
@@ -134,6 +140,7 @@ def linear_cross_entropy(
         chunk_tokens,
         torch.is_grad_enabled(),
         adds_to_main_grad,
+        terms or {},
     )
     return total, losses.view(s, b).transpose(0, 1)
 
@@ -164,6 +171,7 @@ class _WeightedLossSum(torch.autograd.Function):
         chunk_tokens: int,
         grad_enabled: bool,
         adds_to_main_grad: bool,
+        terms: Mapping[str, LossTerm],
     ) -> tuple[Tensor, Tensor]:
         losses = hidden.new_zeros(hidden.shape[0], dtype=_wide(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
@@ -178,15 +186,18 @@ class _WeightedLossSum(torch.autograd.Function):
             logits = _product(part, weight.t())
             chunk = chunk_loss(logits, labels[place], shard)
             _put(losses, place, chunk.losses)
+            added = add_terms(terms, logits, chunk, part_weights.squeeze(1), shard) if terms else None
             if any(wants):
                 grad_logits = into_gradients(logits, chunk, shard, hidden.dtype)
+                if added is not None:
+                    grad_logits += added
                 if grad_hidden is not None:
                     _put(grad_hidden, place, _product(grad_logits, weight).mul_(part_weights))
                 if wants[1]:
                     weighted = torch.mul(part, part_weights, out=torch.empty_like(part))
                     grad_weight = _add_product(grad_weight, grad_logits.t(), weighted)
                 del grad_logits
-            del logits  # never those of two chunks at a time
+            del logits, added  # never those of two chunks at a time
         ctx.save_for_backward(grad_hidden, None if is_added else grad_weight)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.added = weight if is_added else None
@@ -201,7 +212,7 @@ class _WeightedLossSum(torch.autograd.Function):
         if ctx.added is not None:
             assert_on_device(grad_total == 1, "the output layer's gradient was added before the loss was scaled")
             grad_weight = _already_added(ctx.added)
-        return grad_hidden, grad_weight, *[None] * 7
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def _already_added(weight: Parameter) -> Tensor:

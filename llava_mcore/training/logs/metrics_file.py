@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from llava_mcore.files.text_files import naming, read_text
 FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 ANSWERS_FILE = "answers.jsonl"
+
+DEVICE_SUMS: list[str] = []
+"""Names of the sums that the model adds up in its forward pass (`add_sum` and `with_loss` in parallel/named_sums.py).
+Those of `LOSS_TERMS` in training/loss_terms.py are known without being here."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,14 @@ class Metrics:
     """From the start of the process to the end of its first iteration; None for later ones."""
     start_seconds: dict[str, float] | None = None
     """The phases of that time; None for later iterations."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Values of named sums that have no field of their own."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the object to write as a JSON line: the fields, then the named sums."""
+        values = asdict(self)
+        sums = values.pop("sums")
+        return values | sums
 
     def line(self, train_iters: int, num_devices: int) -> str:
         """Return the console line."""
@@ -64,6 +77,7 @@ class Metrics:
             speed += f" | {self.tflops_per_device:.0f} TF/s/device | MFU {100 * self.mfu:.1f} %"
         lost = [(self.num_skipped, "skipped"), (self.num_truncated, "truncated")]
         losses = "".join(f" | {count} samples {reason}" for count, reason in lost if count)
+        losses += "".join(f" | {name} {value:.4g}" for name, value in self.sums.items())
         if not self.updated:
             losses += " | weights not changed"
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
@@ -72,6 +86,15 @@ class Metrics:
             f"step {self.iteration}/{train_iters} | loss {loss} | grad norm {grad_norm} | "
             f"lr {self.lr:.2e} | {speed} | data wait {wait:.1f} % | {self.step_seconds:.2f} s{losses}"
         )
+
+
+def named_values(sums: Mapping[str, tuple[float, float]]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the values of named sums: total / count, or the total where nothing is counted. First those that are
+    fields of `Metrics`, then the others."""
+    values = {name: total / count if count else total for name, (total, count) in sums.items()}
+    known = {field.name for field in fields(Metrics)}
+    as_fields = {name: value for name, value in values.items() if name in known}
+    return as_fields, {name: value for name, value in values.items() if name not in known}
 
 
 class JsonLinesWriter:
@@ -149,7 +172,7 @@ class MetricsFile(JsonLinesWriter):
 
     def append(self, metrics: Metrics) -> None:
         """Write one iteration."""
-        self.write(asdict(metrics))
+        self.write(metrics.record())
 
 
 def is_not_finite(value: object) -> bool:

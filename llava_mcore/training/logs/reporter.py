@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,14 @@ from llava_mcore.training.answers.result import AnswersResult
 from llava_mcore.training.batch_counts import StepCounts
 from llava_mcore.training.closing import warn_on_failure
 from llava_mcore.training.faults.spikes import SpikeAlert
-from llava_mcore.training.logs.metrics_file import ANSWERS_FILE, VALIDATION_FILE, JsonLinesWriter, Metrics, MetricsFile
+from llava_mcore.training.logs.metrics_file import (
+    ANSWERS_FILE,
+    VALIDATION_FILE,
+    JsonLinesWriter,
+    Metrics,
+    MetricsFile,
+    named_values,
+)
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.saving.state import TrainingProgress
@@ -26,6 +32,10 @@ from llava_mcore.training.step import StepResult
 from llava_mcore.training.validation import ValidationResult
 
 logger = logging.getLogger(__name__)
+
+HOST_METRICS: dict[str, Callable[[StepCounts, StepResult | None, float], float]] = {}
+"""Metrics that rank 0 computes from an iteration's counts, its result (None: not trained on) and its seconds, by their
+names in metrics.jsonl."""
 
 
 class Reporter:
@@ -67,6 +77,7 @@ class Reporter:
         counts: StepCounts,
         result: StepResult | None,
         *,
+        sums: Mapping[str, tuple[float, float]],
         rates: Mapping[str, float],
         waited: float,
         seconds: float,
@@ -75,6 +86,7 @@ class Reporter:
 
         Args:
             result: None if its batch was not trained on.
+            sums: totals and counts by name, of the loader and of the device.
             rates: the learning rate of each part in this iteration.
             waited: seconds until the batch was read.
             seconds: of the whole iteration.
@@ -82,7 +94,7 @@ class Reporter:
         if self.file is None:
             return
         rates = {part: rate for part, rate in rates.items() if part in self.trainer.trained_parts}
-        metrics = self._metrics(progress, counts, result, {} if result is None else rates, waited, seconds)
+        metrics = self._metrics(progress, counts, result, sums, {} if result is None else rates, waited, seconds)
         if metrics.start_seconds is not None:
             self.is_first = False
             logger.info(
@@ -90,7 +102,7 @@ class Reporter:
                 metrics.time_to_first_iteration_seconds,
                 ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in metrics.start_seconds.items()),
             )
-        self._write(self.file, asdict(metrics))
+        self._write(self.file, metrics.record())
         if self.sinks is not None:
             self.sinks.step(metrics)
         run = self.trainer.run
@@ -139,6 +151,7 @@ class Reporter:
         progress: TrainingProgress,
         counts: StepCounts,
         result: StepResult | None,
+        sums: Mapping[str, tuple[float, float]],
         rates: dict[str, float],
         waited: float,
         seconds: float,
@@ -149,6 +162,8 @@ class Reporter:
         flops = 0 if result is None else model_flops(self.trainer.hf, workload, self.trained).total
         on_gpu = groups.device.type == "cuda"
         start = self.times.seconds() if self.is_first else None
+        own_fields, others = named_values(sums)
+        others |= {name: metric(counts, result, seconds) for name, metric in HOST_METRICS.items()}
         return Metrics(
             iteration=progress.iteration,
             loss=None if result is None else result.loss,
@@ -160,7 +175,6 @@ class Reporter:
             num_trained_tokens=0 if result is None else result.num_trained_tokens,
             num_conversations=counts.num_conversations,
             num_skipped=counts.num_skipped,
-            num_truncated=counts.num_truncated,
             fill=counts.num_tokens / counts.num_positions,
             tokens_per_second=counts.num_tokens / seconds,
             step_seconds=seconds,
@@ -173,6 +187,8 @@ class Reporter:
             memory_gib=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
             time_to_first_iteration_seconds=None if start is None else sum(start.values()),
             start_seconds=start,
+            **own_fields,
+            sums=others,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
@@ -59,7 +58,7 @@ class Sinks:
 
     def step(self, metrics: Metrics) -> None:
         """Write one iteration."""
-        values = {name: float(value) for name, value in asdict(metrics).items() if isinstance(value, int | float)}
+        values = {name: float(value) for name, value in metrics.record().items() if isinstance(value, int | float)}
         # Not lr/…: MLflow's file store would need a file and a folder with the same name.
         values |= {f"lr_by_part/{part}": rate for part, rate in metrics.lr_by_part.items()}
         self.write(values, metrics.iteration)

@@ -26,8 +26,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig as OptimizerSection
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.parallel.groups import Groups
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from llava_mcore.training.optimization.optimizers import DTYPES, OPTIMIZERS
 
 
 def params_dtype(run: RunConfig) -> torch.dtype:
@@ -88,21 +87,19 @@ def overlaps_param_gather(run: RunConfig) -> bool:
 
 
 def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Build AdamW, plain or distributed over data-parallel ranks."""
-    options = run.optimizer
+    """Build the run's optimizer, plain or distributed over data-parallel ranks."""
+    options, kind = run.optimizer, OPTIMIZERS[run.optimizer.name]
+    if run.parallel.use_distributed_optimizer and not kind.can_be_distributed:
+        raise ConfigError(f"megatron-core does not distribute {options.name}: omit --dist-optim, or choose another one")
     if options.use_precision_aware_optimizer and not HAVE_TE:
         raise ConfigError(
             "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or omit "
             "the option"
         )
     config = OptimizerConfig(
-        optimizer="adam",
         lr=options.lr,
         min_lr=options.min_lr,
         weight_decay=options.weight_decay,
-        adam_beta1=options.adam_beta1,
-        adam_beta2=options.adam_beta2,
-        adam_eps=options.adam_eps,
         clip_grad=options.clip_grad,
         params_dtype=params_dtype(run),
         bf16=run.training.precision == "bf16",
@@ -113,11 +110,10 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=options.use_precision_aware_optimizer,
         store_param_remainders=False,  # megatron-core 0.19 cannot load the checkpoints that it saves from this
-        exp_avg_dtype=DTYPES[options.exp_avg_dtype],
-        exp_avg_sq_dtype=DTYPES[options.exp_avg_sq_dtype],
         optimizer_cpu_offload=options.cpu_offload,
         optimizer_offload_fraction=options.cpu_offload_fraction if options.cpu_offload else 0.0,
         overlap_cpu_optimizer_d2h_h2d=options.cpu_offload,
+        **kind.settings(options),
     )
     return get_megatron_optimizer(
         config, list(chunks), config_overrides=overrides(run, config), use_gloo_process_groups=False
@@ -167,8 +163,8 @@ def learning_rates(run: RunConfig, scheduler: OptimizerParamScheduler) -> dict[s
 
 
 def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: OptimizerSection) -> None:
-    """Set the current learning rates, by which megatron-core finds parameter groups, and AdamW's settings in a saved
-    state.
+    """Set the current learning rates, by which megatron-core finds parameter groups, and the optimizer's settings in a
+    saved state.
 
     Args:
         saved: the optimizer's state, changed in place.
@@ -187,7 +183,7 @@ def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: Optimi
     for group in saved.get("optimizer", saved)["param_groups"]:
         rates = new[Rates(group["max_lr"], group["min_lr"])]
         group["max_lr"], group["min_lr"] = rates.max_lr, rates.min_lr
-        group["betas"], group["eps"] = (now.adam_beta1, now.adam_beta2), now.adam_eps
+        group |= OPTIMIZERS[now.name].group_settings(now)
 
 
 def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -34,6 +34,7 @@ from llava_mcore.compat.megatron_optimizer import (
     weights_and_moments,
 )
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.optimization.optimizers import kind_of
 from llava_mcore.weights.slices import slices_of_range
 
 PARAM_STATE = "param_state"
@@ -158,14 +159,16 @@ def _count_in_empty_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dic
 
 def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, num_updates: int) -> ShardedStateDict:
     """Return the state of an optimizer that is not distributed."""
-    # is_loading: creates missing moments, which a save before the first update needs as well.
-    state = optimizer.sharded_state_dict(model, is_loading=True)
+    # is_loading: creates missing moments, which a save before the first update needs as well, where megatron-core can.
+    creates_state = all(one.init_state_fn is not None for one in _chained(optimizer))
+    state = optimizer.sharded_state_dict(model, is_loading=creates_state)
     weights = [group for group in state.pop("fp32_from_fp16_params", []) if group]
     if weights:  # empty lists, of groups without parameters on this rank, would not fit those of other ranks
         state["fp32_from_fp16_params"] = weights
     saved = state.get("optimizer", state)
     for one in _chained(optimizer):
-        if isinstance(one.optimizer, torch.optim.AdamW):
+        kind = kind_of(one.optimizer)
+        if kind is not None and kind.counts_updates:
             saved["state"]["common_step"] = torch.tensor(float(max(0, num_updates)))
         elif one.optimizer is not None:
             _count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, num_updates)
@@ -177,7 +180,7 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, num_upda
 def _common_state(distributed: DistributedOptimizer, num_updates: int) -> dict[str, Any]:
     """Return a distributed optimizer's state other than that of parameters, even on a rank without parameters."""
     inner = distributed.optimizer
-    is_empty = isinstance(inner, torch.optim.AdamW) and not inner.state
+    is_empty = kind_of(inner) is not None and not inner.state
     if is_empty:  # megatron-core reads the step from there
         inner.state[""] = {"step": torch.tensor(float(max(0, num_updates)))}
     state: dict[str, Any] = distributed.state_dict()
@@ -199,13 +202,16 @@ def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
 
 
 def _make_moments(optimizer: MegatronOptimizer) -> None:
-    """Create the moments of torch's AdamW, which has none before its first update: megatron-core asks for them."""
+    """Create the moments of optimizers that have none before their first update: megatron-core asks for
+    them."""
     for inner in (one.optimizer for one in _chained(optimizer)):
-        if isinstance(inner, torch.optim.AdamW):
-            for param in (param for group in inner.param_groups for param in group["params"]):
-                if not inner.state[param]:
-                    zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                    inner.state[param] = {"step": torch.tensor(0.0), **zeros}
+        kind = kind_of(inner)
+        if kind is None:
+            continue
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            if not inner.state[param]:
+                zeros = {name: torch.zeros_like(param) for name in kind.moments}
+                inner.state[param] = {**({"step": torch.tensor(0.0)} if kind.counts_updates else {}), **zeros}
 
 
 def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> dict[str, torch.Tensor]:

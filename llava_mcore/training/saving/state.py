@@ -112,6 +112,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         "frozen parts": (before.model.frozen_parts(), run.model.frozen_parts()),
         "adapter": (_settings(before.adapter), _settings(run.adapter)),
         "parts with their own learning rate": (own_rates(before.optimizer), own_rates(run.optimizer)),
+        "optimizer.name": (before.optimizer.name, run.optimizer.name),
         "optimizer.decay_norms_and_biases": (
             before.optimizer.decay_norms_and_biases,
             run.optimizer.decay_norms_and_biases,

@@ -1,0 +1,60 @@
+"""The table of optimizers: what megatron-core builds each from, and what it keeps in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llava_mcore.config.sections.optimizer import OptimizerConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer that megatron-core knows.
+
+    settings: fields of megatron-core's OptimizerConfig, among them `optimizer`, its name there.
+    group_settings: what its parameter groups have of the configuration; a resumed run takes these from its own.
+    late_class: the class of it that creates its state only in its first update, while a checkpoint needs it before.
+    moments: the tensors that it keeps for a parameter, of the parameter's shape, by their names in the state.
+    counts_updates: whether its state has "step", the number of updates.
+    can_be_distributed: whether megatron-core's distributed optimizer (`--dist-optim`) takes it.
+    """
+
+    settings: Callable[[OptimizerConfig], dict[str, Any]]
+    group_settings: Callable[[OptimizerConfig], dict[str, Any]]
+    late_class: type[torch.optim.Optimizer]
+    moments: tuple[str, ...]
+    counts_updates: bool = True
+    can_be_distributed: bool = True
+
+
+def _adamw_settings(options: OptimizerConfig) -> dict[str, Any]:
+    return {
+        "optimizer": "adam",
+        "adam_beta1": options.adam_beta1,
+        "adam_beta2": options.adam_beta2,
+        "adam_eps": options.adam_eps,
+        "exp_avg_dtype": DTYPES[options.exp_avg_dtype],
+        "exp_avg_sq_dtype": DTYPES[options.exp_avg_sq_dtype],
+    }
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": OptimizerKind(
+        settings=_adamw_settings,
+        group_settings=lambda options: {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps},
+        late_class=torch.optim.AdamW,
+        moments=("exp_avg", "exp_avg_sq"),
+    ),
+}
+"""By `optimizer.name`."""
+
+
+def kind_of(optimizer: torch.optim.Optimizer | None) -> OptimizerKind | None:
+    """Return the kind of an optimizer of a `late_class`; None for others, for which megatron-core creates the state."""
+    return next((kind for kind in OPTIMIZERS.values() if isinstance(optimizer, kind.late_class)), None)

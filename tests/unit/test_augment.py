@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from llava_mcore.data.encode.placeholders import media_tokens
 from llava_mcore.data.encode.preprocess import ImagePreprocessor
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.loader.validation_data import ValidationData
-from llava_mcore.data.samples import Batch, MediaSpan
+from llava_mcore.data.samples import Batch, MediaSpan, Video
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.launch.preflight import preflight
 from tests.helpers.tiny_hf import make_hf_llava
@@ -218,6 +219,19 @@ def test_transforms_see_the_decoded_picture(assets: Assets) -> None:
             assets.images._is_plain = before
         assert torch.equal(tiles[0], torch.cat([expected, expected])) and torch.equal(tiles[1], expected)
     assert set(seen) == {(torch.uint8, (3, 50, 70))}
+
+
+def test_frames_of_a_video_have_the_same_draws(assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assets.images, "_process_video", lambda frames, tokens: frames)
+    frame = io.BytesIO()
+    noise(60, 40).save(frame, "PNG")
+    clip = Video((frame.getvalue(),) * 3)
+    augment = partial(Augmentation(transforms({"name": "GaussianNoise"})), key=PictureKey(1, 0, "a", 0, 0))
+    tokens = span(assets, frame.getvalue()).tokens
+    plain, noisy = (assets.images.tiles([MediaSpan(clip, 0, tokens, augment=x)]) for x in (None, augment))
+    assert plain.shape == noisy.shape == (3, 3, 40, 60)
+    assert not torch.equal(plain, noisy)
+    assert torch.equal(noisy[0], noisy[1]) and torch.equal(noisy[0], noisy[2])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -58,10 +58,10 @@ ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,anyres build build_audio bu
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,convert_streaming foreign_checkpoints interop serving_names)
 # Every patch and private name in llava_mcore/compat, what starts without CUDA, the table of versions.
 ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,compat cpu fp8_scales versions)
-# The whole way: training beside plain torch, a resumed run, the library, answers and the server.
+# The whole way: training beside plain torch, a resumed run, augmented data, the library, answers and the server.
 ACROSS_VERSIONS += 'tests/parallel/test_resume_layouts.py::test_resumed_at_another_layout[tied]'
 ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face
-ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,answering data_loader library serve serve_answers)
+ACROSS_VERSIONS += $(patsubst %,tests/unit/test_%.py,answering augment data_loader library serve serve_answers)
 
 # Long tests too, but without ten thousand sizes of pictures: the shorter tests of the same files compare with the same processors.
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows

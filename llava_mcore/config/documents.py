@@ -31,7 +31,7 @@ def read_document(path: Path, kind_of_document: str = "a configuration file") ->
     text = _read_text(path, kind_of_document)
     kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        return _parse_json(text) if kind == "JSON" else _parse_yaml(text)
+        return _parse_json(text) if kind == "JSON" else parse_yaml(text)
     except RecursionError as error:
         raise ConfigError(f"{path}: not valid {kind}: {_too_deep()}") from error
     except ValueError as error:
@@ -88,7 +88,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Parse one YAML document. Raises ValueError or RecursionError."""
     import yaml
 

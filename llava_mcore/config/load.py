@@ -195,6 +195,9 @@ def _nest(values: Mapping[str, Any], errors: list[str], origin: Mapping[str, str
 
 def _explain(detail: Any, origin: Mapping[str, str]) -> str:
     """Return one line for a pydantic error: key, origin, what was found, what is allowed."""
-    dotted = ".".join(str(part) for part in detail["loc"])
+    parts = [str(part) for part in detail["loc"]]
+    # A part of a value, such as an entry of a list, comes from where the value does.
+    keys = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    source = next((origin[key] for key in keys if key in origin), "default")
     allowed = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    return f"{dotted} ({origin.get(dotted, 'default')}): found {excerpt(detail['input'])}, {allowed}"
+    return f"{'.'.join(parts)} ({source}): found {excerpt(detail['input'])}, {allowed}"

@@ -7,7 +7,7 @@ Legend: b micro-batch size, s padded length, n tokens of a conversation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -97,6 +97,8 @@ class MediaSpan:
     start: int
     """Index of its first token in input_ids."""
     tokens: MediaTokens
+    augment: Callable[[Tensor], Tensor] | None = None
+    """Changes its decoded pictures or frames, uint8 [3, h, w]; None: they stay as they are."""
 
     @property
     def end(self) -> int:

@@ -65,6 +65,7 @@ def preflight(
     # These import transformers and energon, for which --help and errors in flags should not wait.
     from llava_mcore.adapters.adaptation import adapter_setup_of
     from llava_mcore.checkpoint.choose_start import resumes, start_point
+    from llava_mcore.data.encode.augment import Augmentation, augmentation_of
     from llava_mcore.data.loader.budgets import check_budgets
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
@@ -91,9 +92,13 @@ def preflight(
             check_dataset(run.data.path, VALIDATION)
     with collecting(errors):
         check_choice(run.data.chat_template)
+    with collecting(errors):
+        Augmentation(run.data.augment)
     if dims is not None and not errors:
         with collecting(errors), _without_messages():
-            check_budgets(run.data, run_assets(run, start.hf_dir))
+            assets = run_assets(run, start.hf_dir)
+            check_budgets(run.data, assets)
+            augmentation_of(run.data, assets)
     return errors + check_run(run, dims, world_size, gpu_count > 0, source, typed)
 
 

@@ -1,13 +1,13 @@
 """A row's dictionary -> turns and references to pictures, videos and sounds. No file is opened here.
 
 Known layouts, distinguished by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
-`role`/`content`, content as text or in typed parts), `texts` (lists of user/assistant pairs), and question with answer.
-`record_keys` says which other keys are honored.
+`role`/`content`, content as text or in typed parts), the fields of `ROW_LAYOUTS`, and question with answer.
+`record_keys` says which other keys are honored. docs/extend/data_format.md adds a layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,9 @@ from llava_mcore.prepare.record_parts import RowMedia, listed_media, refuse_mark
 from llava_mcore.prepare.record_turns import ListedTurns, from_pairs, from_turns, text_of
 from llava_mcore.prepare.row_types import BadSample, Draft, Reason, reason_for
 
+ROW_LAYOUTS: dict[str, Callable[[Any, RowMedia], ListedTurns]] = {"texts": from_pairs}
+"""Further layouts: the field that holds a conversation, and the function that reads its value (pairs of user and
+assistant)."""
 PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("question", ("answer", "answers")),
     ("instruction", ("output",)),
@@ -79,7 +82,7 @@ class Keys:
     def all(self) -> frozenset[str]:
         """Return every field that is read or checked."""
         media = (*self.images, *self.videos, *self.audios)
-        texts = (*TURN_LISTS, "texts", INPUT_KEY, OBJECTS_KEY, *self.questions, *self.answers)
+        texts = (*TURN_LISTS, *ROW_LAYOUTS, INPUT_KEY, OBJECTS_KEY, *self.questions, *self.answers)
         return frozenset((*texts, *media)) | ROW.honored | ROW.refused.keys()
 
 
@@ -121,9 +124,10 @@ def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: RowMe
         for other in full[1:]:
             _require_same(result.turns, lists[other], full[0], other, media)
         return replace(result, read={*full})
-    texts = decoded(row.get("texts")) if layout is None else None
-    if is_full(texts):
-        return from_pairs(texts, media)
+    for key, read in ROW_LAYOUTS.items() if layout is None else ():
+        value = decoded(row.get(key))
+        if is_full(value):
+            return read(value, media)
     continued = _continued(row, media) if layout is None else None
     if continued is not None:
         return continued
@@ -136,7 +140,8 @@ def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: RowMe
     if layout is not None:
         raise BadSample(Reason.NO_CONVERSATION, f"there is no {layout!r}, found the keys {sorted(row)}")
     own_keys = keys.answers if keys.captions else keys.questions
-    names, flag = ", ".join((*TURN_LISTS, "texts", *own_keys)), "--answer-key" if keys.captions else "--question-key"
+    names = ", ".join((*TURN_LISTS, *ROW_LAYOUTS, *own_keys))
+    flag = "--answer-key" if keys.captions else "--question-key"
     message = f"none of {names} exists ({flag} names another), found, of the keys that are read, {sorted(row)}"
     raise BadSample(Reason.NO_CONVERSATION, message)
 

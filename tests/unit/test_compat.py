@@ -33,7 +33,7 @@ from llava_mcore.compat import (
     megatron_layers,
     megatron_optimizer,
 )
-from llava_mcore.compat.energon import index_rows, named_code, storage_clients
+from llava_mcore.compat.energon import index_rows, named_code, passes, storage_clients
 from llava_mcore.compat.energon import jsonl as energon_jsonl
 from llava_mcore.compat.energon import memory as energon_memory
 from llava_mcore.compat.energon import repeat as energon_repeat
@@ -96,6 +96,7 @@ class Changed:
         (energon_jsonl.skip_nested_lines, "DefaultCrudeJsonlDatasetFactory"),
         (energon_memory.forget_read_members, "ITarFile"),
         (named_code.refuse_named_code, "REPLACED"),
+        (functools.partial(passes.count_passes, None), "WorkerConfig"),
         (megatron_checkpoints.keep_write_results_here, "filesystem_async"),
         (storage_clients.remember_clients_at_forks.__wrapped__, "shortcuts"),
         (functools.partial(megatron_checkpoints.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from llava_mcore.config.sections.augment import TransformConfig, transform_list
 from llava_mcore.config.sections.base import Parts, Seconds, Section, Size
 
 
@@ -98,6 +99,10 @@ class DataConfig(Section):
     video_max_pixels: Size | None = None
     """For Qwen-VL, the maximum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
     Not given: the video processor's. The exported folder gets the same limits."""
+    augment: Annotated[tuple[TransformConfig, ...], BeforeValidator(transform_list)] = ()
+    """Transforms of the pictures and frames of training samples, in their order: names in torchvision.transforms.v2,
+    each with its arguments, such as [{name: ColorJitter, brightness: 0.2}, {name: RandomGrayscale, p: 0.1}]. They may
+    not change a picture's size."""
     chat_template: str | None = None
     """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
     file. Not given: the tokenizer's own."""

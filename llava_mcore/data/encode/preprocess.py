@@ -203,34 +203,48 @@ class ImagePreprocessor:
         Raises:
             DataError: a picture cannot be decoded, or the processor returns a different number of tiles.
         """
-        pictures = [(item.data, item.tokens) for item in media if isinstance(item.data, bytes)]
-        tiles = self._picture_tiles([data for data, _ in pictures], [tokens for _, tokens in pictures])
+        pictures = [item for item in media if isinstance(item.data, bytes)]
+        tiles = self._picture_tiles(pictures)
         if len(pictures) == len(media):
             return tiles
-        of_pictures = iter(tiles.split([tokens.num_rows for _, tokens in pictures]))
+        of_pictures = iter(tiles.split([item.tokens.num_rows for item in pictures]))
         return torch.cat(
-            [
-                self._video_tiles(item.data, item.tokens) if isinstance(item.data, Video) else next(of_pictures)
-                for item in media
-            ]
+            [self._video_tiles(item) if isinstance(item.data, Video) else next(of_pictures) for item in media]
         )
 
-    def _video_tiles(self, video: Video, tokens: MediaTokens) -> Tensor:
+    def _video_tiles(self, item: MediaSpan) -> Tensor:
         """Return the tiles of a video, whose frames have one size."""
-        return self._process_video(decode_frames(video.frames, self.most_pixels, self.to_rgb), tokens)
+        assert isinstance(item.data, Video)
+        frames = decode_frames(item.data.frames, self.most_pixels, self.to_rgb)
+        if item.augment is not None:  # the same draws for each frame
+            frames = torch.stack([item.augment(frame) for frame in frames])
+        return self._process_video(frames, item.tokens)
 
-    def _picture_tiles(self, data: Sequence[bytes], tokens: Sequence[MediaTokens]) -> Tensor:
+    def _picture_tiles(self, pictures: Sequence[MediaSpan]) -> Tensor:
         """Return the tiles of pictures."""
-        if data and not self._is_plain:
-            return self._process([decode_image(picture, self.most_pixels, self.to_rgb) for picture in data], tokens)
-        if len(data) == 1:  # a batch of such samples is copied together
-            return self._resize_and_crop(decode_pixels(data[0], self.most_pixels, self.to_rgb))[None]
+        if pictures and not self._is_plain:
+            return self._process([self._image(item) for item in pictures], [item.tokens for item in pictures])
+        if len(pictures) == 1:  # a batch of such samples is copied together
+            return self._resize_and_crop(self._pixels(pictures[0]))[None]
         layout = torch.channels_last if len(self.pixel_shape) == 3 else torch.contiguous_format
         dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
-        pixels = torch.empty((len(data), *self.pixel_shape), dtype=dtype, memory_format=layout)
-        for tile, picture in zip(pixels, data, strict=True):
-            tile.copy_(self._resize_and_crop(decode_pixels(picture, self.most_pixels, self.to_rgb)))
+        pixels = torch.empty((len(pictures), *self.pixel_shape), dtype=dtype, memory_format=layout)
+        for tile, item in zip(pixels, pictures, strict=True):
+            tile.copy_(self._resize_and_crop(self._pixels(item)))
         return pixels
+
+    def _image(self, item: MediaSpan) -> Image.Image:
+        """Return a decoded picture, augmented if it is to be."""
+        assert isinstance(item.data, bytes)
+        if item.augment is not None:
+            return F.to_pil_image(self._pixels(item))
+        return decode_image(item.data, self.most_pixels, self.to_rgb)
+
+    def _pixels(self, item: MediaSpan) -> Tensor:
+        """Like `_image`, but return uint8 [3, h, w]."""
+        assert isinstance(item.data, bytes)
+        pixels = decode_pixels(item.data, self.most_pixels, self.to_rgb)
+        return pixels if item.augment is None else item.augment(pixels)
 
 
 def _still(probe: Image.Image) -> Tensor:

@@ -13,6 +13,7 @@ from megatron.energon.epathlib import EPath
 from llava_mcore.compat.energon.jsonl import skip_nested_lines
 from llava_mcore.compat.energon.memory import forget_read_members
 from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_code
+from llava_mcore.compat.energon.passes import count_passes
 from llava_mcore.compat.energon.repeat import repeat_parts_exactly
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.loader.skips import raise_data_error
@@ -86,6 +87,8 @@ def open_stream(
     ) as error:
         raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
     read_shards_directly(dataset, data.max_sample_bytes)
+    if encoder.augmentation is not None:
+        count_passes(dataset)
     return Stream(dataset, workers, encoder.skips, name=str(data.path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from megatron.energon import (
     stateless,
 )
 
+from llava_mcore.compat.energon.passes import pass_of
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.augment import Augmentation, PictureKey
 from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat, with_prompt
 from llava_mcore.data.encode.encode import TooLongError, fit, tokenize
 from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
@@ -55,14 +58,17 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         seed: int = 0,
         pad_multiple: int = 8,
         most_samples: int | None = None,
+        augmentation: Augmentation | None = None,
     ) -> None:
         """Store what the steps need.
 
         Args:
-            seed: chooses a sample's prompt if its dataset has a pool of them.
+            seed: chooses a sample's prompt if its dataset has a pool of them, and the draws of the augmentation.
             pad_multiple: see `collate`.
             most_samples: maximum samples to read from the stream, before packing; None: all.
+            augmentation: changes decoded pictures and frames. The stream has to count passes for it (`count_passes`).
         """
+        self.augmentation = augmentation
         self.most_samples = most_samples
         self.data = data
         self.seed = seed
@@ -82,6 +88,8 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             self._fitted(tokenize(self.prompted(chat, conversation, key), self.assets, key))
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
+        if self.augmentation is not None:
+            conversations = [self._augmented(self.augmentation, chat, conversation) for conversation in conversations]
         num_patches = sum(conversation.num_patches for conversation in conversations)
         tokens = TokenSample.derive_from(
             chat, conversations=conversations, num_tokens=sum(map(len, conversations)), num_patches=num_patches
@@ -108,6 +116,21 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             most_patches=self.data.max_media_tokens,
             unit=self.assets.plan.unit,
         )
+
+    def _augmented(
+        self, augmentation: Augmentation, chat: ChatSample, conversation: TokenConversation
+    ) -> TokenConversation:
+        """Return the conversation with the draws of its pictures and videos fixed; they are decoded much later."""
+        dataset, pass_index = pass_of(chat.__subflavors__)
+        keys = [
+            PictureKey(self.seed, dataset, conversation.key, pass_index, index)
+            for index in range(len(conversation.media))
+        ]
+        media = [
+            replace(item, augment=partial(augmentation, key=key))
+            for item, key in zip(conversation.media, keys, strict=True)
+        ]
+        return replace(conversation, media=tuple(media))
 
     def prompted(self, chat: ChatSample, conversation: Conversation, key: str) -> Conversation:
         """Return the conversation with a question from its dataset's prompt pool, if that has one."""

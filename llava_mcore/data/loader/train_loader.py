@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.augment import augmentation_of
 from llava_mcore.data.encode.stored_tokens import log_origin
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.open_stream import check_streams, open_stream
@@ -75,11 +76,12 @@ class TrainLoader:
                 that served this rank's streams.
 
         Raises:
-            ConfigError: no picture or sound fits into a sample.
+            ConfigError: no picture or sound fits into a sample, or data.augment cannot be used.
             DataError: the data is not prepared, or the position does not belong to this data and these settings.
         """
         leaves = check_dataset(data.path)
         check_budgets(data, assets)
+        augmentation = augmentation_of(data, assets)
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
@@ -99,7 +101,9 @@ class TrainLoader:
 
         def open_one(stream: int, num_streams: int, batch_size: int) -> Stream:
             skips = Skips(stop_if_too_long=data.on_too_long == "error")
-            encoder = ChatTaskEncoder(data, assets, skips, seed=seed, pad_multiple=pad_multiple)
+            encoder = ChatTaskEncoder(
+                data, assets, skips, seed=seed, pad_multiple=pad_multiple, augmentation=augmentation
+            )
             return open_stream(stream, num_streams, data, encoder, batch_size)
 
         with reading(self.path, self._timeout):
@@ -111,7 +115,9 @@ class TrainLoader:
             check_streams(streams, self.num_streams, leaves)
             if dp_rank == 0:
                 log_origin(leaves, assets.chat.fingerprint)
-                for warning in (*warnings_of_large_media(data, assets), *warnings_of_ranks(self.num_streams, dp_size)):
+                moving = [] if augmentation is None else augmentation.warnings
+                large = warnings_of_large_media(data, assets)
+                for warning in (*large, *warnings_of_ranks(self.num_streams, dp_size), *moving):
                     logger.warning(warning)
             counted = streams_to_count(self.num_streams, dp_rank, dp_size)
             num_batches = self._restore(streams, positions, counted)

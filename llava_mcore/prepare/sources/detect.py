@@ -24,15 +24,9 @@ from llava_mcore.prepare.sources.triples import TripleFolder, has_samples
 LAYOUTS = {"llava": "conversations", "sharegpt": "messages", "openai": "messages"}
 """Formats whose rows must have this field."""
 JSON_SUFFIXES = (".json", ".jsonl")
-DATA_SUFFIXES = (".parquet", ".arrow", ".tar", *JSON_SUFFIXES)
 SPLITS = ("train", "validation", "val", "valid", "dev", "test")
 HEAD = 4096
 """Bytes of a .json file that are read to detect its kind."""
-ALLOWED = (
-    "supported are .json, .jsonl, .parquet, .arrow and .tar files, a folder of these, a saved Hugging Face dataset, "
-    "and "
-    "a folder of NNN.jpg, NNN.txt and NNN.json files"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +82,22 @@ def _open_file(path: Path, root: Path, how: Opening) -> SourceFile:
     if not path.is_file():
         kind = kind_of(path.stat().st_mode) if path.exists() else "a broken link"
         raise DataError(f"{path} is {kind}, not a regular file")
-    suffix = path.suffix.lower()
-    if suffix == ".jsonl":
-        return JsonLinesSource(path, name, folder, how.most_bytes)
-    if suffix == ".json":
-        return _open_json(path)(path, name, folder, how.most_bytes)
-    if suffix == ".parquet":
-        return ParquetTable(path, name, folder, how.keys.all(), how.most_bytes)
-    if suffix == ".arrow":
-        return ArrowTable(path, name, folder, how.keys.all(), how.most_bytes)
-    if suffix == ".tar":
-        return TarShard(path, name, folder, how.most_bytes)
-    raise DataError(f"{path} has an unknown format; {ALLOWED}")
+    open_as = FILE_KINDS.get(path.suffix.lower())
+    if open_as is None:
+        raise DataError(f"{path} has an unknown format; {ALLOWED}")
+    return open_as(path, name, folder, how)
 
 
-def _open_json(path: Path) -> Callable[[Path, str, Path, int], SourceFile]:
+def _open_table(kind: type[ParquetTable] | type[ArrowTable]) -> OpenFile:
+    """Return how a table is opened, of which only columns that mean something are read."""
+    return lambda path, name, folder, how: kind(path, name, folder, how.keys.all(), how.most_bytes)
+
+
+def _open_json(path: Path, name: str, folder: Path, how: Opening) -> SourceFile:
+    return _json_kind(path)(path, name, folder, how.most_bytes)
+
+
+def _json_kind(path: Path) -> type[JsonArray] | type[JsonLinesSource]:
     """Distinguish a list, which may be one long line, from JSON lines by the first character."""
     with path.open("rb") as file:
         head = file.read(HEAD).removeprefix(BOM).lstrip()
@@ -149,7 +144,7 @@ def _folder_of_samples(folder: Path, split: str) -> Path | None:
     _, folders, names = next(walk)
     if has_samples(names):
         return folder
-    if any(_suffix(name) in DATA_SUFFIXES and not name.startswith(".") for name in names):
+    if any(_suffix(name) in FILE_KINDS and not name.startswith(".") for name in names):
         return None
     if not any(has_samples(names) for root, _, names in walk if "/." not in os.path.relpath(root, folder)):
         return None
@@ -170,7 +165,7 @@ def _by_suffix(folder: Path) -> dict[str, list[Path]]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             suffix = _suffix(name)
-            if suffix in DATA_SUFFIXES and not name.startswith("."):
+            if suffix in FILE_KINDS and not name.startswith("."):
                 by_suffix.setdefault(suffix, []).append(Path(root, name))
     return {suffix: sorted(paths) for suffix, paths in by_suffix.items()}
 
@@ -193,3 +188,19 @@ def _saved_files(state: Path) -> list[str]:
         return [str(file["filename"]) for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{state} was not saved by `datasets`: {error!r}") from error
+
+
+OpenFile = Callable[[Path, str, Path, Opening], SourceFile]
+"""Opens a file: its path, its name for users, the base folder of relative paths in it, and the options."""
+FILE_KINDS: dict[str, OpenFile] = {
+    ".json": _open_json,
+    ".jsonl": lambda path, name, folder, how: JsonLinesSource(path, name, folder, how.most_bytes),
+    ".parquet": _open_table(ParquetTable),
+    ".arrow": _open_table(ArrowTable),
+    ".tar": lambda path, name, folder, how: TarShard(path, name, folder, how.most_bytes),
+}
+"""How files are opened, by suffix."""
+ALLOWED = (
+    f"supported are {', '.join([*FILE_KINDS][:-1])} and {[*FILE_KINDS][-1]} files, a folder of these, a saved Hugging "
+    "Face dataset, and a folder of NNN.jpg, NNN.txt and NNN.json files"
+)

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from llava_mcore.__main__ import COMMANDS, main
 from llava_mcore.cli import show_config
-from llava_mcore.config.flag_names import ALL_FLAGS
 from llava_mcore.config.flag_table import flag_table
-from llava_mcore.config.flags import make_parser, parse_command_line
+from llava_mcore.config.flags import ALL_FLAGS, make_parser, parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config, run_config_yaml, save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.faults import parse_ranges
@@ -166,7 +165,7 @@ def test_every_flag_is_in_the_table_and_in_the_help() -> None:
     text = " ".join(make_parser("run.py", "", dry_run=True).format_help().split())
     fields = dict(config_fields())
     for flag in ALL_FLAGS:
-        assert flag.long_name in text
+        assert flag.name in text
         assert " ".join(str(fields[flag.key].description).split()) in text
     assert "default: 0.001 in stage 1, 2e-05 in stage 2" in text
     assert "{bf16,fp16,fp32}" in text

@@ -37,6 +37,23 @@ ALWAYS_ON_FLAGS = {
     "--dist-ckpt": "all checkpoints are distributed and load at any layout",
 }
 """Flags of other launchers whose feature is always on here."""
+TRAINER_NAMES = {
+    "--bf16": "--precision bf16",
+    "--epochs": "--train-samples or --train-iters",
+    "--freeze-vision": "model.freeze_vision_model=true, which is the default",
+    "--gradient-accumulation-steps": "--global-batch-size, the samples of one optimizer step",
+    "--learning-rate": "--lr",
+    "--logging-steps": "--log-interval",
+    "--max-steps": "--train-iters",
+    "--model-name-or-path": "--megatron-load-dir, a folder that import-hf writes",
+    "--num-train-epochs": "--train-samples or --train-iters",
+    "--output-dir": "--save-dir",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--save-steps": "--save-interval",
+    "--warmup-ratio": "optimizer.lr_warmup_fraction=X",
+    "--weight-decay": "optimizer.weight_decay=X",
+}
+"""Flags of Hugging Face trainers -> what to write instead. Underscores count as dashes."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,8 @@ def parse_command_line(
     parser = make_parser(prog, description, dry_run=dry_run)
     parsed, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
-        raise ConfigError("\n".join(_unknown_flag(text) for text in unknown))
+        flags = [text for text in unknown if text.startswith("-")]  # the others are values of these
+        raise ConfigError("\n".join(_unknown_flag(text) for text in flags or unknown))
     typed = vars(parsed)
     overrides = [*typed["overrides"], *_take_overrides(typed)]
     return CommandLine(
@@ -230,6 +248,9 @@ def _metavar(annotation: Any) -> str:
 def _unknown_flag(text: str) -> str:
     """Return the message for an unknown flag."""
     name = text.split("=")[0]
+    instead = TRAINER_NAMES.get(name.replace("_", "-"))
+    if instead is not None:
+        return f"{name}: no such flag (did you mean {instead}?)"
     known = [name for flag in ALL_FLAGS for name in flag.names] + [
         *ALWAYS_ON_FLAGS,
         "--config",

@@ -128,6 +128,23 @@ class CommandLine:
     submit: bool = False
     notices: tuple[str, ...] = ()
     """Messages about flags without an effect."""
+    arguments: tuple[str, ...] = ()
+    """Everything as it was typed."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> CommandLine:
+        """Return what `make_parser(…).parse_args(…)` has parsed."""
+        typed = vars(args)
+        overrides = [*typed["overrides"], *_take_overrides(typed)]
+        return cls(
+            config_file=typed["config"],
+            overrides=tuple(overrides),
+            flags={flag.key: typed[flag.key] for flag in ALL_FLAGS if typed[flag.key] is not None},
+            dry_run=typed["dry_run"],
+            submit=typed["submit"],
+            notices=tuple(f"{name} is always on: {reason}" for name, reason in ALWAYS_ON_FLAGS.items() if typed[name]),
+            arguments=tuple(typed["arguments"]),
+        )
 
     @property
     def typed(self) -> frozenset[str]:
@@ -147,21 +164,7 @@ def parse_command_line(
 
     `dry_run` says whether the command has a --dry-run switch.
     """
-    parser = make_parser(prog, description, dry_run=dry_run)
-    parsed, unknown = parser.parse_known_intermixed_args(list(argv))
-    if unknown:
-        flags = [text for text in unknown if text.startswith("-")]  # the others are values of these
-        raise ConfigError("\n".join(_unknown_flag(text) for text in flags or unknown))
-    typed = vars(parsed)
-    overrides = [*typed["overrides"], *_take_overrides(typed)]
-    return CommandLine(
-        config_file=typed["config"],
-        overrides=tuple(overrides),
-        flags={flag.key: typed[flag.key] for flag in ALL_FLAGS if typed[flag.key] is not None},
-        dry_run=typed["dry_run"],
-        submit=typed["submit"],
-        notices=tuple(f"{name} is always on: {reason}" for name, reason in ALWAYS_ON_FLAGS.items() if typed[name]),
-    )
+    return CommandLine.of(make_parser(prog, description, dry_run=dry_run).parse_args(list(argv)))
 
 
 def _take_overrides(typed: dict[str, Any]) -> list[str]:
@@ -218,7 +221,16 @@ def default_text(key: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are ConfigErrors, like those of a configuration file."""
+    """An argparse parser that takes overrides between flags, and whose errors are ConfigErrors, like those of a
+    configuration file."""
+
+    def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        parsed, unknown = self.parse_known_intermixed_args(list(args))
+        if unknown:
+            flags = [text for text in unknown if text.startswith("-")]  # the others are values of these
+            raise ConfigError("\n".join(_unknown_flag(text) for text in flags or unknown))
+        parsed.arguments = list(args)
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the flags")

@@ -14,8 +14,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llava_mcore.__main__ import COMMANDS, main
+from llava_mcore.__main__ import main
 from llava_mcore.cli import show_config
+from llava_mcore.cli.commands import COMMANDS
 from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flags import ALL_FLAGS, TRAINER_NAMES, make_parser, parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config, run_config_yaml, save_run_config

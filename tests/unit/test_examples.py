@@ -17,7 +17,8 @@ import torch
 import yaml
 
 from benchmarks.marked_tables import ROOT, TABLES, with_table
-from llava_mcore.cli import build, generate, train
+from llava_mcore.cli import generate, train
+from llava_mcore.cli.commands import COMMANDS
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.launch import start as launch
@@ -48,11 +49,7 @@ VARIANTS = [
     ),
 ]
 """Configuration -> flags that its README suggests to add."""
-PARSERS = {
-    "scripts/convert/build_llava_jp.py": "build",
-    "scripts/convert/convert_hf_to_megatron.py": "import-hf",
-    "scripts/convert/convert_megatron_to_hf.py": "export-hf",
-}
+PARSERS = {f"scripts/{command.script}": command.name for command in COMMANDS.values() if command.script is not None}
 RUN = "scripts/train/run.py"
 CONFIGS = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.yaml"))
 ALL = [command for recipe in MODELS for command in commands(recipe)]
@@ -161,9 +158,7 @@ def test_command_parses(command: Command, tmp_path: Path) -> None:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """Return the parser of `python -m llava_mcore NAME`."""
-    if name == "build":
-        return build.parser()
-    module = importlib.import_module(f"llava_mcore.cli.flags.{name.replace('-', '_')}")
+    module = importlib.import_module(f"llava_mcore.cli.{COMMANDS[name].file}")
     parser: argparse.ArgumentParser = module.parser()
     return parser
 

@@ -1,15 +1,17 @@
-"""Language model + vision tower → Hugging Face folder of a vision-language model. Works offline on local folders."""
+"""`build`: language model + vision tower → Hugging Face folder of a vision-language model.
+
+Works offline on local folders.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from llava_mcore.build.options import ARCHITECTURES, CONNECTORS, DEFAULT_VISION_MODEL, DTYPE_NAMES, BuildOptions
-from llava_mcore.cli.common import conversion_main
+from llava_mcore.cli.common import command_main
 
 
 def parser() -> argparse.ArgumentParser:
@@ -195,6 +197,4 @@ def _print_table(rows: Sequence[tuple[str, str, str, int]]) -> None:
     console.print(table)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

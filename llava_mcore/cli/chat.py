@@ -1,29 +1,55 @@
-"""Chat with a Hugging Face folder's model in the terminal."""
+"""`chat`: chat with a Hugging Face folder's model in the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 
-import torch
-
-from llava_mcore.cli.common import conversion_main
-from llava_mcore.cli.flags.chat import parser
-from llava_mcore.cli.generate import quantization_of, reading_of, sampling_of
-from llava_mcore.inference.answering.chat import Chat
-from llava_mcore.inference.answering.hf_model import HfModel
-from llava_mcore.inference.generation.settings import read_settings, require_streaming
-from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.cli.common import command_main
+from llava_mcore.cli.shared_flags import (
+    add_answer_flags,
+    add_frame_flags,
+    add_loading_flags,
+    quantization_of,
+    reading_of,
+    sampling_of,
+)
 from llava_mcore.prepare.sampling import Sampling
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (lines can then be edited and repeated)
 
 
+def parser() -> argparse.ArgumentParser:
+    """Flags of `python -m llava_mcore chat`."""
+    p = argparse.ArgumentParser(
+        prog="python -m llava_mcore chat",
+        allow_abbrev=False,
+        description="Chat about pictures, videos or sounds with a Hugging Face folder's model in the terminal. /help "
+        "lists the commands, such as /image FILE. Runs on a GPU if there is one.",
+    )
+    p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder")
+    p.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="FILE", help="picture of the first question"
+    )
+    add_loading_flags(p)
+    add_frame_flags(p)
+    add_answer_flags(p)
+    p.add_argument("--sif-path", type=Path, help="run the same command inside this Singularity image")
+    return p
+
+
 def run(args: argparse.Namespace) -> int:
     """Chat until the end of the input; returns 0."""
+    import torch
+
+    from llava_mcore.inference.answering.chat import Chat
+    from llava_mcore.inference.answering.hf_model import HfModel
+    from llava_mcore.inference.generation.settings import read_settings, require_streaming
+    from llava_mcore.models.architectures.hf_config import load_hf_config
+
     quantization, sampling = quantization_of(args), sampling_of(args)
     require_streaming(args.hf_dir, load_hf_config(args.hf_dir))
     model = HfModel.load(args.hf_dir, reading_of(args), dtype=args.dtype, quantization=quantization)
@@ -59,6 +85,4 @@ def _lines() -> Iterator[str]:
             _say("\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

@@ -1,21 +1,89 @@
-"""Check a Hugging Face folder, compare a Megatron checkpoint with it, or check a dataset. Exit code 0: no problems."""
+"""`check`: a Hugging Face folder, a Megatron checkpoint compared with it, or a dataset. Exit code 0: no problems."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llava_mcore.checkpoint.layout import latest_readable
-from llava_mcore.cli.common import conversion_main, skip_unused_here
-from llava_mcore.cli.flags.check import parser
-from llava_mcore.cli.flags.conversion import default_workers
+from llava_mcore.cli.common import command_main, skip_unused_here
+from llava_mcore.cli.shared_flags import (
+    BASE_DIR_HELP,
+    LOGITS_HELP,
+    add_pixel_flags,
+    add_sample_flags,
+    default_workers,
+    limits_of,
+    pixels_of,
+    positive,
+    video_pixels_of,
+)
+from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.files.hf_source import require_source
+from llava_mcore.templates.named import NAMES
+
+if TYPE_CHECKING:
+    from llava_mcore.check_data.check import DataCheck
+
+DEFAULTS = DataConfig()
+NEEDS_TOKENIZER = "--data-path needs --tokenizer-load-dir, the Hugging Face folder to train with"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of `python -m llava_mcore check`."""
+    p = argparse.ArgumentParser(
+        prog="python -m llava_mcore check",
+        allow_abbrev=False,
+        description="Check that a Hugging Face folder can be converted completely; with --megatron-dir, also that the "
+        "newest checkpoint there holds exactly the folder's weights; with --logits, also that it computes the same. "
+        "--megatron-dir alone compares a checkpoint with its checksums, and an import also with its manifest. "
+        "--data-path checks a dataset as training will read it. Exit code 0: no problems, 2: problems.",
+    )
+    model = p.add_argument_group("a model")
+    model.add_argument("--hf-dir", type=Path, help="Hugging Face folder")
+    model.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints to compare with it")
+    model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
+    model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    model.add_argument("--logits", type=Path, metavar="FILE", help=LOGITS_HELP)
+    model.add_argument("--base-dir", type=Path, metavar="DIR", help=f"with --logits: {BASE_DIR_HELP}")
+    _add_data_flags(p)
+    return p
+
+
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for data; they have the same meaning as for training."""
+    p = parser.add_argument_group("a dataset")
+    p.add_argument("--data-path", type=Path, help="prepared folder, or a blend's .yaml, to check")
+    p.add_argument("--tokenizer-load-dir", type=Path, help="Hugging Face folder with tokenizer and processor")
+    p.add_argument("--chat-template", help=f"template to train with: {', '.join(NAMES)}, or a .jinja file")
+    p.add_argument("--lang", choices=("jp", "en"), help="language of prompts for data without questions")
+    p.add_argument(
+        "--seq-length", type=int, default=DEFAULTS.seq_length, help="maximum tokens of a sample (default 2048)"
+    )
+    p.add_argument(
+        "--max-media-tokens",
+        type=positive,
+        metavar="N",
+        help="maximum patches of the pictures and frames (of sound: 20 ms frames) of a sample, and of a pack "
+        "(data.max_media_tokens; default: any number)",
+    )
+    add_sample_flags(p)
+    add_pixel_flags(p)
+    rate = DEFAULTS.max_skip_rate
+    p.add_argument(
+        "--max-skip-rate", type=float, default=rate, help="fraction of samples that may be skipped (default 0.01)"
+    )
+    p.add_argument("--full", action="store_true", help="check every sample, not only some of every shard")
+    p.add_argument("--num-workers", type=int, default=0, help="worker processes (default 0: this process)")
+    p.add_argument("--show", type=int, default=1, help="conversations to print (default 1)")
+    p.add_argument("--json", type=Path, help="also write the report to this file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the check; errors mean failure."""
+    from llava_mcore.checkpoint.layout import latest_readable
+    from llava_mcore.files.hf_source import require_source
+
     is_model = args.hf_dir is not None or args.megatron_dir is not None
     if is_model == (args.data_path is not None):
         raise ConfigError("give either a model to check (--hf-dir, --megatron-dir) or data (--data-path)")
@@ -24,9 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.base_dir is not None and args.logits is None:
         raise ConfigError("--base-dir is for --logits: nothing else reads the weights below an adapter")
     if args.data_path is not None:
-        from llava_mcore.cli import check_data
-
-        return check_data.run(args)
+        return _check_data(args)
     # A wrong path is reported before the imports that take seconds.
     if args.hf_dir is not None:
         require_source(args.hf_dir)
@@ -52,6 +118,51 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+def _check_data(args: argparse.Namespace) -> int:
+    """Check a dataset. ConfigError for invalid flags; DataError if the tokenizer folder cannot be used."""
+    _check_data_flags(args)
+    from llava_mcore.check_data.check import check_data
+    from llava_mcore.data.encode.assets import load_assets
+
+    assets = load_assets(
+        args.tokenizer_load_dir,
+        chat_template=args.chat_template,
+        lang=args.lang,
+        special_tokens_in_text=args.special_tokens_in_text,
+        limits=limits_of(args),
+        pixels=pixels_of(args),
+        video_pixels=video_pixels_of(args),
+    )
+    return check_data(data_check(args), assets)
+
+
+def data_check(args: argparse.Namespace) -> DataCheck:
+    """Return what to check, from the flags."""
+    from llava_mcore.check_data.check import DataCheck
+
+    return DataCheck(
+        args.data_path,
+        args.tokenizer_load_dir,
+        args.seq_length,
+        args.max_media_tokens,
+        args.max_skip_rate,
+        args.full,
+        args.num_workers,
+        args.show,
+        args.json,
+    )
+
+
+def _check_data_flags(args: argparse.Namespace) -> None:
+    if args.tokenizer_load_dir is None:
+        raise ConfigError(NEEDS_TOKENIZER)
+    lowest = {"seq_length": 1, "num_workers": 0, "show": 0, "max_skip_rate": 0}
+    wrong = [f"--{name.replace('_', '-')} must be at least {least}" for name, least in lowest.items()
+             if vars(args)[name] < least]  # fmt: skip
+    if args.max_skip_rate > 1:
+        wrong.append("--max-skip-rate is a fraction, from 0 to 1")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+main = command_main(parser, run)

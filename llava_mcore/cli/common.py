@@ -1,29 +1,45 @@
-"""Shared by all commands except training."""
+"""The entry of a command: parse, run, report errors."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from llava_mcore.compat.startup import UNUSED_IMPORTS_HERE, skip_unused_imports
 from llava_mcore.compat.tested import untested_line
 from llava_mcore.processes.messages import with_messages
 
 
-def conversion_main(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: Sequence[str]
-) -> int:
-    """Parse, run, and turn errors into one message and an exit code. Warns about untested versions first."""
+class CommandMain(Protocol):
+    """Runs a command with arguments, by default those of the process, and returns its exit code."""
 
-    def parse_and_run() -> int:
-        args = parser.parse_args(argv)
-        untested = untested_line()
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+
+
+def command_main(
+    parser: Callable[[], argparse.ArgumentParser],
+    run: Callable[[argparse.Namespace], int],
+    *,
+    warns_of_versions: bool = True,
+) -> CommandMain:
+    """Return the entry of a command: it parses, runs, and turns errors into one message and an exit code.
+
+    `parser` must not import torch, so that --help and a mistyped flag are answered at once.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return with_messages(lambda: parse_and_run(sys.argv[1:] if argv is None else list(argv)))
+
+    def parse_and_run(arguments: list[str]) -> int:
+        args = parser().parse_args(arguments)
+        untested = untested_line() if warns_of_versions else None
         if untested is not None:
             print(f"warning: {untested}", file=sys.stderr)
         return run(args)
 
-    return with_messages(parse_and_run)
+    return main
 
 
 def skip_unused_here(*, reads_media: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Show a chat page for a model."""
+"""`demo`: a chat page for a model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import llava_mcore
-from llava_mcore.cli.common import conversion_main
-from llava_mcore.cli.flags.demo import parser
+from llava_mcore.cli.common import command_main
+from llava_mcore.cli.shared_flags import port
 from llava_mcore.errors import ConfigError
 from llava_mcore.inference.serving import child
 from llava_mcore.inference.serving.examples import check_examples
@@ -27,6 +26,32 @@ NO_GRADIO = (
     "{python} has no Gradio. Gradio needs another Pillow than training, so it has an environment of its own: run "
     "`make page`, or `pip install -r environments/page.lock.txt` in an environment that --python names"
 )
+DEFAULT_PORT = 7860
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of `python -m llava_mcore demo`."""
+    p = argparse.ArgumentParser(
+        prog="python -m llava_mcore demo",
+        allow_abbrev=False,
+        description="Show a chat page (Gradio) for a model: upload a picture, ask about it. Give the model's folder, "
+        "or a server that is already running.",
+    )
+    which = p.add_mutually_exclusive_group(required=True)
+    which.add_argument("--hf-dir", type=Path, help="Hugging Face folder; `serve` is started for it")
+    which.add_argument("--server", metavar="URL", help="address of a running server, such as http://localhost:8000/v1")
+    p.add_argument(
+        "--examples", type=Path, metavar="DIR",
+        help='folder with pictures and a questions.jsonl, lines of {"picture": "NAME.jpg", "question": "…"}',
+    )  # fmt: skip
+    p.add_argument("--host", default="localhost", help="address of the page (default %(default)s: this machine only)")
+    p.add_argument("--port", type=port, default=DEFAULT_PORT, help="port of the page (default %(default)s)")
+    p.add_argument(
+        "--python", type=Path,
+        help="Python of the environment with Gradio (default: .venv-page/bin/python, of `make page`, else this one)",
+    )  # fmt: skip
+    p.add_argument("--device", default="auto", help="with --hf-dir: as for `serve` (default %(default)s)")
+    return p
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,6 +94,4 @@ def _python(python: Path | None) -> str:
     return str(chosen)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

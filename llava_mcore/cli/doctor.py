@@ -6,12 +6,10 @@ import argparse
 import importlib.util
 import json
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from llava_mcore.cli.common import conversion_main
+from llava_mcore.cli.common import command_main
 from llava_mcore.errors import ConfigError, problems
 
 
@@ -59,6 +57,4 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Sequence
+from pathlib import Path
 
-from llava_mcore.checkpoint.layout import latest_checkpoint, latest_readable
-from llava_mcore.cli.common import conversion_main, skip_unused_here
-from llava_mcore.cli.flags.export_hf import parser
+from llava_mcore.cli.common import command_main, skip_unused_here
+from llava_mcore.cli.shared_flags import BASE_DIR_HELP, add_conversion_flags
 from llava_mcore.errors import ConfigError
-from llava_mcore.files.hf_folder import require_absent
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of convert_megatron_to_hf.py."""
+    p = argparse.ArgumentParser(
+        prog="convert_megatron_to_hf.py",
+        allow_abbrev=False,
+        description="Convert the newest Megatron checkpoint of a folder into a Hugging Face folder.",
+    )
+    p.add_argument("--megatron-dir", type=Path, required=True, help="folder with latest_checkpointed_iteration.txt")
+    p.add_argument("--hf-dir", type=Path, required=True, help="folder to write; must be new or empty")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check for (default 1)")
+    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    p.add_argument(
+        "--hf-config", type=Path, metavar="DIR",
+        help="Hugging Face folder of the same model (config.json is enough), for a checkpoint that llava_mcore did "
+        "not write",
+    )  # fmt: skip
+    p.add_argument("--tokenizer-dir", type=Path, help="copy tokenizer and processor files from this folder")
+    p.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="maximum size of a file, such as 5GB (default: the files of the import)",
+    )
+    p.add_argument(
+        "--no-verify-checkpoint", action="store_true",
+        help="do not compare the checkpoint's files with their checksums",
+    )  # fmt: skip
+    group = p.add_argument_group("runs with an adapter", "are exported as a PEFT folder, unless --merge is given")
+    group.add_argument("--merge", action="store_true", help="write the whole model with its adapters in its weights")
+    group.add_argument("--adapter", metavar="NAME", help="which of several adapters (default: the trained one)")
+    group.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="the adapter's base model in the PEFT folder (default: the imported folder)",
+    )
+    group.add_argument("--base-dir", type=Path, metavar="DIR", help=f"with --merge: {BASE_DIR_HELP}")
+    add_conversion_flags(p, source="the checkpoint")
+    return p
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the conversion."""
+    from llava_mcore.checkpoint.layout import latest_checkpoint, latest_readable
+    from llava_mcore.files.hf_folder import require_absent
+
     start = time.perf_counter()
     # A wrong path is reported before the imports that take seconds.
     require_absent(args.hf_dir, activity="the export")
@@ -57,6 +96,4 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

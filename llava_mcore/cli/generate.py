@@ -1,28 +1,32 @@
-"""Answer questions from a Hugging Face folder or a Megatron checkpoint."""
+"""`generate`: answer questions from a Hugging Face folder or a Megatron checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llava_mcore.cli.common import conversion_main
-from llava_mcore.cli.flags.generate import parser
-from llava_mcore.cli.flags.samples import limits_of, pixels_of
-from llava_mcore.data.samples import Conversation
-from llava_mcore.data.storage.dataset_path import VALIDATION
+from llava_mcore.cli.common import command_main
+from llava_mcore.cli.shared_flags import (
+    BASE_DIR_HELP,
+    SPLITS,
+    add_answer_flags,
+    add_frame_flags,
+    add_loading_flags,
+    positive,
+    quantization_of,
+    reading_of,
+    sampling_of,
+)
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.inference.answering.answer_file import finish, partial_of
-from llava_mcore.inference.answering.hf_model import Quantization
-from llava_mcore.inference.answering.job import DataJob, Job, Layout, ReadOptions
-from llava_mcore.inference.answering.megatron_answers import answer_checkpoint
-from llava_mcore.inference.answering.transformers_answers import answer_folder
-from llava_mcore.inference.answering.user_files import MediaFiles, conversation_of_files
-from llava_mcore.inference.generation.records import Record
-from llava_mcore.inference.generation.settings import TokenSampling
 from llava_mcore.prepare.sampling import Sampling
+
+if TYPE_CHECKING:
+    from llava_mcore.data.samples import Conversation
+    from llava_mcore.inference.answering.job import DataJob, ReadOptions
+    from llava_mcore.inference.generation.records import Record
 
 ROWS = 8
 """Questions of a dataset that are answered at the same time, unless the user says."""
@@ -30,8 +34,53 @@ MOST_PROBLEMS = 10
 """Problems of samples that are printed."""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Flags of `python -m llava_mcore generate`."""
+    p = argparse.ArgumentParser(
+        prog="python -m llava_mcore generate",
+        allow_abbrev=False,
+        description="Answer a question about pictures, videos or sounds, or all questions of a prepared dataset. "
+        "A Hugging Face folder is run by transformers, a Megatron checkpoint by tp x pp processes with a key/value "
+        "cache. Both give the same tokens. Runs on GPUs if there are any.",
+    )
+    model = p.add_argument_group("the model: one of --hf-dir and --megatron-dir")
+    model.add_argument("--hf-dir", type=Path, help="Hugging Face folder")
+    model.add_argument("--megatron-dir", type=Path, help="Megatron checkpoint, or a folder of them (newest is used)")
+    model.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
+    model.add_argument("--pp", type=positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
+    model.add_argument(
+        "--batch-size", type=positive, metavar="N",
+        help="questions of a dataset that a Megatron checkpoint answers at the same time (default 8)",
+    )  # fmt: skip
+    model.add_argument("--base-dir", type=Path, metavar="DIR", help=BASE_DIR_HELP)
+    add_loading_flags(model)
+    one = p.add_argument_group("one question")
+    one.add_argument("--question", help="text; <image>, <video> and <audio> may mark positions (default: at the start)")
+    one.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="picture; may be repeated")
+    one.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="video; may be repeated")
+    one.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="sound; may be repeated")
+    add_frame_flags(one)
+    many = p.add_argument_group("the questions of a dataset")
+    many.add_argument("--data-path", help="prepared folder or a blend's .yaml")
+    many.add_argument("--split", choices=SPLITS, help="split (default val)")
+    many.add_argument("--num-samples", type=positive, metavar="N", help="ask only N, evenly distributed")
+    many.add_argument(
+        "--every-answer", action="store_true",
+        help="ask for every answer of a conversation, after the true answers before it (default: for the last one)",
+    )  # fmt: skip
+    many.add_argument("--out", type=Path, metavar="FILE", help="jsonl to write: key, question, reference, answer")
+    add_answer_flags(p)
+    p.add_argument("--sif-path", type=Path, help="run the same command inside this Singularity image")
+    return p
+
+
 def run(args: argparse.Namespace) -> int:
     """Answer; returns 0."""
+    from llava_mcore.inference.answering.answer_file import finish, partial_of
+    from llava_mcore.inference.answering.job import Job, Layout
+    from llava_mcore.inference.answering.megatron_answers import answer_checkpoint
+    from llava_mcore.inference.answering.transformers_answers import answer_folder
+
     _check_flags(args)
     reading = reading_of(args)
     partial = None if args.out is None else partial_of(args.out)
@@ -50,23 +99,6 @@ def run(args: argparse.Namespace) -> int:
     finish(args.out)
     print(_summary(records, args.out, time.perf_counter() - start))
     return 0
-
-
-def reading_of(args: argparse.Namespace) -> ReadOptions:
-    """Return how conversations are read. ConfigError for an invalid limit."""
-    return ReadOptions(args.chat_template, args.special_tokens_in_text, limits_of(args), pixels_of(args))
-
-
-def sampling_of(args: argparse.Namespace) -> TokenSampling:
-    """Return how tokens are chosen. ConfigError for values that cannot be used together."""
-    return TokenSampling(args.temperature, args.top_p, args.top_k, args.seed)
-
-
-def quantization_of(args: argparse.Namespace) -> Quantization | None:
-    """Return what the weights are loaded in. ConfigError for both."""
-    if args.load_in_4bit and args.load_in_8bit:
-        raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other")
-    return "4bit" if args.load_in_4bit else "8bit" if args.load_in_8bit else None
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -100,6 +132,10 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _asked(args: argparse.Namespace, reading: ReadOptions) -> Conversation | DataJob:
+    from llava_mcore.data.storage.dataset_path import VALIDATION
+    from llava_mcore.inference.answering.job import DataJob
+    from llava_mcore.inference.answering.user_files import MediaFiles, conversation_of_files
+
     if args.data_path is None:
         sampling = Sampling(args.video_fps, args.video_max_frames)
         files = MediaFiles(args.image, args.video, args.audio)
@@ -125,6 +161,4 @@ def _summary(records: Sequence[Record], out: Path, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Sequence
+from pathlib import Path
 
-from llava_mcore.cli.common import conversion_main, skip_unused_here
-from llava_mcore.cli.flags.import_hf import parser
-from llava_mcore.files.hf_folder import require_absent
-from llava_mcore.files.hf_source import require_source
+from llava_mcore.cli.common import command_main, skip_unused_here
+from llava_mcore.cli.shared_flags import add_conversion_flags
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of convert_hf_to_megatron.py."""
+    p = argparse.ArgumentParser(
+        prog="convert_hf_to_megatron.py",
+        allow_abbrev=False,
+        description="Convert a Hugging Face folder into a Megatron checkpoint (torch_dist), exactly and without "
+        "a GPU. The checkpoint loads at any tensor x pipeline x data parallel size.",
+    )
+    p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder to read")
+    p.add_argument("--megatron-dir", type=Path, required=True, help="folder to write; must be new or empty")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size for chunks and padding (default 1)")
+    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    add_conversion_flags(p, source="each tensor in the source")
+    return p
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the conversion."""
+    from llava_mcore.files.hf_folder import require_absent
+    from llava_mcore.files.hf_source import require_source
+
     start = time.perf_counter()
     # A wrong path is reported before the imports that take seconds.
     require_absent(args.megatron_dir, activity="the import")
@@ -43,6 +59,4 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

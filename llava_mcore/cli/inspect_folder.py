@@ -1,22 +1,50 @@
-"""Show the contents of a Hugging Face folder or a folder of Megatron checkpoints, from headers alone."""
+"""`inspect`: the contents of a Hugging Face folder or a folder of Megatron checkpoints, from headers alone."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
-from llava_mcore.cli.common import conversion_main, skip_unused_here
-from llava_mcore.cli.flags.inspect_folder import parser
+from llava_mcore.cli.common import command_main, skip_unused_here
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from llava_mcore.convert.inventory import Inventory, InventoryRow
 
 WIDE = 160  # columns without a terminal, so that names are not truncated
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of `python -m llava_mcore inspect`."""
+    p = argparse.ArgumentParser(
+        prog="python -m llava_mcore inspect",
+        allow_abbrev=False,
+        description="Show the contents of a Hugging Face folder or a folder of Megatron checkpoints: parts, what is "
+        "trained, dtypes, layout, iteration, shapes. Reads headers only.",
+    )
+    p.add_argument("dir", type=Path, metavar="DIR", help="a Hugging Face folder, or one with Megatron checkpoints")
+    return p
+
+
+def run(args: argparse.Namespace) -> int:
+    """Detect the kind of folder and show its contents.
+
+    Raises:
+        ConversionError: it is neither a Hugging Face folder nor one of checkpoints.
+    """
+    from rich.console import Console
+
+    skip_unused_here()
+    from llava_mcore.convert.inventory import of_folder
+
+    inventory = of_folder(args.dir)
+    console = Console()
+    show(inventory, console if console.is_terminal else Console(width=WIDE))
+    return 0
 
 
 def show(inventory: Inventory, console: Console) -> None:
@@ -32,6 +60,8 @@ def show(inventory: Inventory, console: Console) -> None:
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -72,21 +102,4 @@ def _ignored(rows: Sequence[InventoryRow]) -> Table:
     return table
 
 
-def run(args: argparse.Namespace) -> int:
-    """Detect the kind of folder and show its contents.
-
-    Raises:
-        ConversionError: it is neither a Hugging Face folder nor one of checkpoints.
-    """
-    skip_unused_here()
-    from llava_mcore.convert.inventory import of_folder
-
-    inventory = of_folder(args.dir)
-    console = Console()
-    show(inventory, console if console.is_terminal else Console(width=WIDE))
-    return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

@@ -1,4 +1,4 @@
-"""Serve a Hugging Face folder with OpenAI's interface."""
+"""`serve`: a Hugging Face folder with OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -7,33 +7,67 @@ import importlib.util
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
-
-from llava_mcore.adapters.vllm_rules import vllm_problems, vllm_rank
-from llava_mcore.cli.common import conversion_main
-from llava_mcore.cli.flags.serve import ENGINES, parser
-from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.cli.common import command_main
+from llava_mcore.cli.shared_flags import port
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.hf_source import holds_adapter_only
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.weight_files import ADAPTER_CONFIG
 from llava_mcore.inference.serving.engines import Served, adapter_command, engine_command, installed_command
-from llava_mcore.inference.serving.requests import ServedModel
-from llava_mcore.models.whole_folder import open_whole_folder
 from llava_mcore.processes.control import run_child
 
+if TYPE_CHECKING:
+    from llava_mcore.inference.serving.requests import ServedModel
+
+ENGINES = ("transformers", "vllm", "sglang")
+MAX_REQUEST_BYTES = 1 << 25
+DEFAULT_PORT = 8000
 PACKAGES = ("accelerate", "fastapi", "openai", "uvicorn")
 GRACE_SECONDS = 3
 """After Ctrl-C, until open connections are closed."""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Flags of `python -m llava_mcore serve`."""
+    p = argparse.ArgumentParser(
+        prog="python -m llava_mcore serve",
+        allow_abbrev=False,
+        description="Serve a Hugging Face folder with OpenAI's interface (POST /v1/chat/completions, pictures as data "
+        "URLs) until Ctrl-C. There is no authentication: anyone who can reach the address can ask.",
+    )
+    p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder, such as an export")
+    p.add_argument("--host", default="localhost", help="address to listen on (default %(default)s: this machine only)")
+    p.add_argument("--port", type=port, default=DEFAULT_PORT, help="port (default %(default)s; 0: any free one)")
+    p.add_argument("--served-model-name", metavar="NAME", help="name for clients (default: the folder's name)")
+    p.add_argument(
+        "--engine", choices=ENGINES, default="transformers",
+        help="program that serves (default %(default)s); vllm and sglang have to be installed",
+    )  # fmt: skip
+    p.add_argument(
+        "--device", default="auto",
+        help="as in transformers: auto, cpu, cuda:0 (default %(default)s); other engines choose their own",
+    )  # fmt: skip
+    p.add_argument(
+        "--max-request-bytes", type=int, default=MAX_REQUEST_BYTES, metavar="N",
+        help="refuse larger requests, pictures included (default %(default)s)",
+    )  # fmt: skip
+    p.add_argument(
+        "--dry-run", action="store_true",
+        help="check the folder, print the commands of vLLM and SGLang, and start nothing",
+    )  # fmt: skip
+    return p
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
+    from llava_mcore.data.encode.assets import load_assets
+    from llava_mcore.files.hf_source import holds_adapter_only
+    from llava_mcore.inference.serving.requests import ServedModel
+    from llava_mcore.models.whole_folder import open_whole_folder
+
     check_flags(args)
     name = args.served_model_name or args.hf_dir.resolve().name
     served = Served(args.hf_dir, name, args.host, args.port)
@@ -56,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_adapter(folder: Path, served: Served) -> int:
     """Print vLLM's command for a PEFT folder, and what it would refuse of it or compute differently; return 0 or 2."""
+    from llava_mcore.adapters.vllm_rules import vllm_problems, vllm_rank
+
     config = read_object(folder / ADAPTER_CONFIG, ConversionError)
     errors = vllm_problems(config)
     if errors:
@@ -90,6 +126,8 @@ def check_flags(args: argparse.Namespace) -> None:
 def _check_device(name: str) -> None:
     if name == "auto":
         return
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -101,6 +139,7 @@ def _check_device(name: str) -> None:
 
 def _serve(args: argparse.Namespace, model: ServedModel) -> int:
     import uvicorn
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from llava_mcore.compat.transformers_serving import load_handler
     from llava_mcore.inference.serving.app import build_app
@@ -127,6 +166,4 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit code."""
-    return conversion_main(parser(), run, sys.argv[1:] if argv is None else list(argv))
+main = command_main(parser, run)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import argparse
 
-from llava_mcore.config.flags import parse_command_line
+from llava_mcore.cli.common import command_main
+from llava_mcore.config.flags import CommandLine, make_parser
 from llava_mcore.config.load import run_config_yaml
-from llava_mcore.processes.messages import with_messages
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the configuration as YAML, which `--config` reads again; return 2 if it is not valid."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+def parser() -> argparse.ArgumentParser:
+    """Flags of a run."""
     description = "Print the configuration that results from flags, overrides and a file."
-    return with_messages(lambda: _print(arguments, description))
+    return make_parser("show-config", description, dry_run=False)
 
 
-def _print(arguments: Sequence[str], description: str) -> int:
-    print(run_config_yaml(parse_command_line(arguments, "show-config", description, dry_run=False).load()), end="")
+def run(args: argparse.Namespace) -> int:
+    """Print the configuration as YAML, which `--config` reads again. ConfigError if it is not valid."""
+    print(run_config_yaml(CommandLine.of(args).load()), end="")
     return 0
+
+
+main = command_main(parser, run, warns_of_versions=False)

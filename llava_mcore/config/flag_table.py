@@ -1,13 +1,12 @@
-"""docs/flags.md, generated from the flags and the schema: `python -m llava_mcore.config.flag_table > docs/flags.md`."""
+"""docs/flags.md, generated from the schema: `python -m llava_mcore.config.flag_table > docs/flags.md`."""
 
 from __future__ import annotations
 
 from pydantic.fields import FieldInfo
 
-from llava_mcore.config.flag_names import ALL_FLAGS, ALWAYS_ON_FLAGS, FLAGS
-from llava_mcore.config.flags import default_text
+from llava_mcore.config.flags import ALL_FLAGS, ALWAYS_ON_FLAGS, FLAGS, default_text, name_of
 from llava_mcore.config.load import config_fields
-from llava_mcore.config.needs import NEEDS, name_of
+from llava_mcore.config.needs import NEEDS, words_of
 
 _HEAD = """\
 # Flags and configuration keys
@@ -44,7 +43,7 @@ def flag_table() -> str:
         "",
     ]
     lines += ["| key | has an effect only with |", "|---|---|"]
-    lines += [f"| {_both_names(key)} | {condition.words} |" for key, condition in NEEDS.items()]
+    lines += [f"| {_both_names(key)} | {words_of(needs)} |" for key, needs in NEEDS.items()]
     lines += ["", "## Always on", "", "Flags of other launchers whose feature is always on here.", ""]
     lines += ["| flag | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in ALWAYS_ON_FLAGS.items()]

@@ -1,23 +1,120 @@
-"""The command-line flags of a run: a parser generated from the table of flags and the schema.
+"""The command-line flags of a run: a parser generated from the schema.
 
-Help, defaults and types all come from the schema, so they always match the behavior.
+Names, help, defaults and types of the flags are written beside the fields, so they always match the behavior.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from llava_mcore.config.flag_names import ALL_FLAGS, ALWAYS_ON_FLAGS, FLAGS, Flag
 from llava_mcore.config.load import config_fields, load_run_config
 from llava_mcore.config.schema import STAGE_DEFAULTS, RunConfig
+from llava_mcore.config.sections.base import Flag, Section
 from llava_mcore.errors import ConfigError
+
+GROUPS = (
+    "GPU",
+    "logging",
+    "save and load",
+    "several machines",
+    "SLURM",
+    "data",
+    "parallel",
+    "training",
+    "adapters",
+    "validation",
+    "faults and limits",
+)
+"""Headings of the flags in --help and docs/flags.md, in their order."""
+ALWAYS_ON_FLAGS = {
+    "--dist-ckpt": "all checkpoints are distributed and load at any layout",
+}
+"""Flags of other launchers whose feature is always on here."""
+TRAINER_NAMES = {
+    "--bf16": "--precision bf16",
+    "--epochs": "--train-samples or --train-iters",
+    "--freeze-vision": "model.freeze_vision_model=true, which is the default",
+    "--gradient-accumulation-steps": "--global-batch-size, the samples of one optimizer step",
+    "--learning-rate": "--lr",
+    "--logging-steps": "--log-interval",
+    "--max-steps": "--train-iters",
+    "--model-name-or-path": "--megatron-load-dir, a folder that import-hf writes",
+    "--num-train-epochs": "--train-samples or --train-iters",
+    "--output-dir": "--save-dir",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--save-steps": "--save-interval",
+    "--warmup-ratio": "optimizer.lr_warmup_fraction=X",
+    "--weight-decay": "optimizer.weight_decay=X",
+}
+"""Flags of Hugging Face trainers -> what to write instead. Underscores count as dashes."""
+
+
+@dataclass(frozen=True)
+class KeyFlag(Flag):
+    """A flag with the dotted key that it sets, and its group, also where that is the section's."""
+
+    key: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, as for argparse: the long one last."""
+        return (*reversed(self.aliases), self.name)
+
+
+def _declared() -> Iterator[KeyFlag]:
+    """Yield the flags beside the fields, in the order of the schema."""
+    kinds = {name: info.annotation for name, info in RunConfig.model_fields.items()}
+    groups = {name: x.flag_group for name, x in kinds.items() if isinstance(x, type) and issubclass(x, Section)}
+    for key, info in config_fields():
+        for flag in info.metadata:
+            if isinstance(flag, Flag):
+                group = flag.group or groups.get(key.split(".")[0], "")
+                assert group in GROUPS, f"{flag.name}: no such group: {group!r}"
+                yield KeyFlag(**vars(flag) | {"key": key, "group": group})
+
+
+def _listed(flags: Iterable[KeyFlag]) -> tuple[KeyFlag, ...]:
+    """Return a group's flags in the order of the schema, but for those with `after`."""
+    listed: list[KeyFlag] = []
+    moved: list[list[KeyFlag]] = []
+    section, target = "", listed
+    # Flags follow the previous one of their section, so that one with `after` takes the next ones with it.
+    for flag in flags:
+        if flag.after:
+            target = []
+            moved.append(target)
+        elif flag.key.split(".")[0] != section:
+            target = listed
+        section = flag.key.split(".")[0]
+        target.append(flag)
+    # One may be listed after another one that is moved itself.
+    while moved:
+        names = [flag.name for flag in listed]
+        chain = next((chain for chain in moved if chain[0].after in names), None)
+        assert chain is not None, f"after: no such flag in the group: {moved[0][0].after}"
+        position = names.index(chain[0].after) + 1
+        listed[position:position] = chain
+        moved.remove(chain)
+    return tuple(listed)
+
+
+_DECLARED = tuple(_declared())
+FLAGS = {group: _listed(flag for flag in _DECLARED if flag.group == group) for group in GROUPS}
+"""Groups of flags, as --help lists them."""
+ALL_FLAGS = tuple(flag for group in FLAGS.values() for flag in group)
+_NAMES = {flag.key: flag.name for flag in ALL_FLAGS if flag.value is None}
+
+
+def name_of(key: str) -> str:
+    """Return the name by which users set a key: its flag, if there is one."""
+    return _NAMES.get(key, key)
 
 
 @dataclass(frozen=True)
@@ -31,6 +128,23 @@ class CommandLine:
     submit: bool = False
     notices: tuple[str, ...] = ()
     """Messages about flags without an effect."""
+    arguments: tuple[str, ...] = ()
+    """Everything as it was typed."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> CommandLine:
+        """Return what `make_parser(…).parse_args(…)` has parsed."""
+        typed = vars(args)
+        overrides = [*typed["overrides"], *_take_overrides(typed)]
+        return cls(
+            config_file=typed["config"],
+            overrides=tuple(overrides),
+            flags={flag.key: typed[flag.key] for flag in ALL_FLAGS if typed[flag.key] is not None},
+            dry_run=typed["dry_run"],
+            submit=typed["submit"],
+            notices=tuple(f"{name} is always on: {reason}" for name, reason in ALWAYS_ON_FLAGS.items() if typed[name]),
+            arguments=tuple(typed["arguments"]),
+        )
 
     @property
     def typed(self) -> frozenset[str]:
@@ -39,7 +153,7 @@ class CommandLine:
 
     def load(self) -> RunConfig:
         """Return the run's configuration. Raises ConfigError with every mistake at once."""
-        names = {flag.key: flag.long_name for flag in ALL_FLAGS}
+        names = {flag.key: flag.name for flag in ALL_FLAGS}
         return load_run_config(self.config_file, self.overrides, self.flags, names)
 
 
@@ -50,20 +164,7 @@ def parse_command_line(
 
     `dry_run` says whether the command has a --dry-run switch.
     """
-    parser = make_parser(prog, description, dry_run=dry_run)
-    parsed, unknown = parser.parse_known_intermixed_args(list(argv))
-    if unknown:
-        raise ConfigError("\n".join(_unknown_flag(text) for text in unknown))
-    typed = vars(parsed)
-    overrides = [*typed["overrides"], *_take_overrides(typed)]
-    return CommandLine(
-        config_file=typed["config"],
-        overrides=tuple(overrides),
-        flags={flag.key: typed[flag.key] for flag in ALL_FLAGS if typed[flag.key] is not None},
-        dry_run=typed["dry_run"],
-        submit=typed["submit"],
-        notices=tuple(f"{name} is always on: {reason}" for name, reason in ALWAYS_ON_FLAGS.items() if typed[name]),
-    )
+    return CommandLine.of(make_parser(prog, description, dry_run=dry_run).parse_args(list(argv)))
 
 
 def _take_overrides(typed: dict[str, Any]) -> list[str]:
@@ -72,14 +173,14 @@ def _take_overrides(typed: dict[str, Any]) -> list[str]:
     for flag in (flag for flag in ALL_FLAGS if flag.many and typed[flag.key] is not None):
         values = [text for text in typed[flag.key] if "=" not in text]
         if not values:
-            raise ConfigError(f"{flag.long_name}: expected at least one value, found {typed[flag.key][0]!r}")
+            raise ConfigError(f"{flag.name}: expected at least one value, found {typed[flag.key][0]!r}")
         overrides += [text for text in typed[flag.key] if "=" in text]
         typed[flag.key] = ",".join(values)
     return overrides
 
 
 def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.ArgumentParser:
-    """Return the parser for the table. Values stay strings: the schema converts and checks them together."""
+    """Return the parser. Values stay strings: the schema converts and checks them together."""
     parser = _Parser(
         prog=prog,
         description=description,
@@ -120,13 +221,22 @@ def default_text(key: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are ConfigErrors, like those of a configuration file."""
+    """An argparse parser that takes overrides between flags, and whose errors are ConfigErrors, like those of a
+    configuration file."""
+
+    def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        parsed, unknown = self.parse_known_intermixed_args(list(args))
+        if unknown:
+            flags = [text for text in unknown if text.startswith("-")]  # the others are values of these
+            raise ConfigError("\n".join(_unknown_flag(text) for text in flags or unknown))
+        parsed.arguments = list(args)
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the flags")
 
 
-def _argument(flag: Flag, info: FieldInfo) -> dict[str, Any]:
+def _argument(flag: KeyFlag, info: FieldInfo) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` for one flag."""
     help_text = f"{info.description} (default: {default_text(flag.key)}; key: {flag.key})".replace("%", "%%")
     if flag.value is not None:
@@ -150,6 +260,9 @@ def _metavar(annotation: Any) -> str:
 def _unknown_flag(text: str) -> str:
     """Return the message for an unknown flag."""
     name = text.split("=")[0]
+    instead = TRAINER_NAMES.get(name.replace("_", "-"))
+    if instead is not None:
+        return f"{name}: no such flag (did you mean {instead}?)"
     known = [name for flag in ALL_FLAGS for name in flag.names] + [
         *ALWAYS_ON_FLAGS,
         "--config",

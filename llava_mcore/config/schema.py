@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from llava_mcore.config.sections.adapter import AdapterConfig
-from llava_mcore.config.sections.base import Parts, Section
+from llava_mcore.config.sections.base import Flag, Needs, Parts, Section
 from llava_mcore.config.sections.checkpoint import CheckpointConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.config.sections.faults import FaultConfig
@@ -55,41 +55,47 @@ def _as_number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+_TENSOR = Needs("parallel.tensor_model_parallel_size", at_least=2)
+_PIPELINE = Needs("parallel.pipeline_model_parallel_size", at_least=2)
+
+
 class ParallelConfig(Section):
     """How the model is divided. The data-parallel size is processes / (tensor x pipeline)."""
 
-    tensor_model_parallel_size: Parts = 1
+    flag_group = "parallel"
+
+    tensor_model_parallel_size: Annotated[Parts, Flag("--tp")] = 1
     """Processes that share every layer (tensor parallelism)."""
-    pipeline_model_parallel_size: Parts = 1
+    pipeline_model_parallel_size: Annotated[Parts, Flag("--pp")] = 1
     """Pipeline stages that the layers are divided into."""
-    num_layers_in_first_pipeline_stage: Parts | None = None
+    num_layers_in_first_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
     """Decoder layers of the first pipeline stage, which also has the vision tower. Not given: like the others."""
-    num_layers_in_last_pipeline_stage: Parts | None = None
+    num_layers_in_last_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
     """Decoder layers of the last pipeline stage, which also has the output layer. Not given: like the others."""
-    num_layers_per_virtual_pipeline_stage: Parts | None = None
+    num_layers_per_virtual_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
     """Interleave the pipeline: divide each stage into chunks of this many layers; smaller bubbles, more messages. Not
     given: one chunk per stage."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
     """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
-    vision_data_parallel: bool = False
+    vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR] = False
     """With tensor parallelism, give every rank the whole vision tower (or audio encoder) and a part of the pictures, in
     place of a part of the tower. Its widths then need not be divisible by --tp."""
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: Annotated[bool, Flag("--dist-optim")] = False
     """Divide the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = True
     """On GPUs, reduce gradients over the data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = True
     """On GPUs with the distributed optimizer, gather updated weights while the next forward pass already runs."""
-    backend: Literal["nccl", "gloo"] | None = None
+    backend: Annotated[Literal["nccl", "gloo"] | None, Flag("--backend")] = None
     """Communication backend; not given: nccl with GPUs, gloo without."""
 
 
 class RunConfig(Section):
     """One training run."""
 
-    name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    name: Annotated[str, AfterValidator(_folder_name), Flag("--name", group="logging")] = "run"
     """Name of the run, and of its folder under the save folder."""
-    stage: Annotated[Literal[1, 2], BeforeValidator(_as_number)] = 2
+    stage: Annotated[Literal[1, 2], BeforeValidator(_as_number), Flag("--stage", group="training")] = 2
     """Training stage; it sets the defaults of the learning rate and the global batch size."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()

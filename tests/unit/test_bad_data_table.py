@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
 import pytest
 
+from llava_mcore.check_data import check as check_data
 from llava_mcore.check_data.report import DataReport
-from llava_mcore.cli import check_data
-from llava_mcore.cli.flags.check import add_data_flags
+from llava_mcore.cli import check
 from llava_mcore.data.encode.assets import Assets
 from tests.helpers.bad_data import BAD_DATA, FAULTY, SEQ_LENGTH, BadData
 
@@ -19,11 +18,9 @@ pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 def examine(path: Path, assets: Assets, *flags: str) -> DataReport:
     """The report that the command would print, at a rate of skips that one sample in four keeps to."""
-    parser = argparse.ArgumentParser()
-    add_data_flags(parser)
     rate = ["--max-skip-rate", "0.3", "--seq-length", str(SEQ_LENGTH)]
-    args = parser.parse_args(["--data-path", str(path), "--tokenizer-load-dir", "unused", *rate, *flags])
-    return check_data.examine(args, assets)[0]
+    args = check.parser().parse_args(["--data-path", str(path), "--tokenizer-load-dir", "unused", *rate, *flags])
+    return check_data.examine(check.data_check(args), assets)[0]
 
 
 def said(report: DataReport) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from llava_mcore.checkpoint import checksums, layout
 from llava_mcore.cli import check, export_hf
 from llava_mcore.cli import import_hf as import_command
-from llava_mcore.config.flag_names import ALL_FLAGS
+from llava_mcore.config.flags import ALL_FLAGS
 from llava_mcore.convert.check import check_folder, check_manifest
 from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.convert.import_hf import import_hf

@@ -14,11 +14,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llava_mcore.__main__ import COMMANDS, main
+from llava_mcore.__main__ import main
 from llava_mcore.cli import show_config
-from llava_mcore.config.flag_names import ALL_FLAGS
+from llava_mcore.cli.commands import COMMANDS
 from llava_mcore.config.flag_table import flag_table
-from llava_mcore.config.flags import make_parser, parse_command_line
+from llava_mcore.config.flags import ALL_FLAGS, TRAINER_NAMES, make_parser, parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config, run_config_yaml, save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.faults import parse_ranges
@@ -166,7 +166,7 @@ def test_every_flag_is_in_the_table_and_in_the_help() -> None:
     text = " ".join(make_parser("run.py", "", dry_run=True).format_help().split())
     fields = dict(config_fields())
     for flag in ALL_FLAGS:
-        assert flag.long_name in text
+        assert flag.name in text
         assert " ".join(str(fields[flag.key].description).split()) in text
     assert "default: 0.001 in stage 1, 2e-05 in stage 2" in text
     assert "{bf16,fp16,fp32}" in text
@@ -197,6 +197,33 @@ def test_every_value_is_documented() -> None:
 )
 def test_unknown_flag_is_an_error(typed: list[str], expected: str) -> None:
     assert expected in message_of(lambda: parse_command_line(typed, "run.py"))
+
+
+@pytest.mark.parametrize("name", TRAINER_NAMES)
+def test_a_trainers_flag_is_answered_with_ours(name: str) -> None:
+    """What the message says is understood, and sets what the trainer's flag would."""
+    for typed in (name, name.replace("-", "_").replace("__", "--", 1)):
+        message = message_of(lambda typed=typed: parse_command_line([typed, "4", "--tp", "2"], "run.py"))
+        assert message == f"{typed}: no such flag (did you mean {TRAINER_NAMES[name]}?)"
+    for ours in TRAINER_NAMES[name].partition(",")[0].split(" or "):
+        words = ours.replace("=X", "=0.5").split()
+        is_whole = "=" in ours or len(words) > 1
+        parsed = parse_command_line(words if is_whole else [*words, "4"], "run.py")
+        assert parsed.load() != load_run_config() or "default" in TRAINER_NAMES[name]
+
+
+def test_several_trainers_flags_at_once() -> None:
+    typed = "--learning_rate 1e-4 --num_train_epochs 3 --bf16 --output_dir out --weight-decay=0.1"
+    message = message_of(lambda: parse_command_line(typed.split(), "run.py"))
+    expected = [
+        "--lr",
+        "--train-samples or --train-iters",
+        "--precision bf16",
+        "--save-dir",
+        "optimizer.weight_decay=X",
+    ]
+    lines = message.splitlines()
+    assert [line.partition("did you mean ")[2] for line in lines] == [f"{x}?)" for x in expected]
 
 
 def test_several_values_mix_with_overrides() -> None:

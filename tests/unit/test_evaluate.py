@@ -12,13 +12,14 @@ import datasets
 import pytest
 import yaml
 
-from llava_mcore.cli import evaluate as evaluate_command
 from llava_mcore.cli.evaluate import main
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import DataError, problems
+from llava_mcore.inference.answering import megatron_answers, transformers_answers
 from llava_mcore.inference.answering.evaluation import score_records
 from llava_mcore.inference.answering.job import DataJob, Job, ReadOptions
 from llava_mcore.inference.answering.transformers_answers import answer_folder
+from llava_mcore.inference.evaluation import lm_harness
 from llava_mcore.inference.generation.records import Record
 from llava_mcore.inference.generation.settings import TokenSampling
 from llava_mcore.training.answers.result import scored
@@ -202,9 +203,9 @@ def test_what_is_finished_stays(
         raise DataError("the data cannot be read any more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate_command, "run_tasks", task_fails)
+        patch.setattr(lm_harness, "run_tasks", task_fails)
         assert kept(*model, "--tasks", "digits", "--include-path", root / "tasks") == [("hf", True)]
-    answer = evaluate_command.answer_folder
+    answer = transformers_answers.answer_folder
 
     def fails_later(folder: Path, job: Job) -> list[Record]:
         if folder.name == "other":
@@ -212,7 +213,7 @@ def test_what_is_finished_stays(
             raise DataError("the disk is gone")
         return answer(folder, job)
 
-    monkeypatch.setattr(evaluate_command, "answer_folder", fails_later)
+    monkeypatch.setattr(transformers_answers, "answer_folder", fails_later)
     out.unlink()
     assert kept(*model, "--hf-dir", root / "other") == [("hf", True)]
 
@@ -249,7 +250,7 @@ def test_what_cannot_be_scored_is_one_message(
     assert "cannot be run" in says(*lmms, tmp_path / "no-python")
     assert "has no lmms-eval" in says(*lmms, fake_python(tmp_path, has_lmms=False))
     (root / "tasks" / "digits.parquet").rename(tmp_path / "moved")
-    monkeypatch.setattr(evaluate_command, "run_tasks", lambda *_: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(lm_harness, "run_tasks", lambda *_: pytest.fail("a model is loaded"))
     assert "the tasks digits cannot be run" in says(*model, "--tasks", "digits", "--include-path", root / "tasks")
     (tmp_path / "moved").rename(root / "tasks" / "digits.parquet")
 
@@ -257,8 +258,8 @@ def test_what_cannot_be_scored_is_one_message(
 def test_everything_wrong_is_said_before_a_model_is_loaded(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("answer_folder", "answer_checkpoint"):
-        monkeypatch.setattr(evaluate_command, name, lambda *_: pytest.fail("a model is loaded"))
+    for module, name in ((transformers_answers, "answer_folder"), (megatron_answers, "answer_checkpoint")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a model is loaded"))
     models = ["--hf-dir", root / "hf", "--hf-dir", tmp_path / "no", "--hf-dir", root / "data"]
     checkpoints = ["--megatron-dir", root / "megatron", "--megatron-dir", tmp_path / "gone", "--tp", 3]
     rest = ["--data-path", root / "nothing", "--json", tmp_path, "--top-p", 0.5]

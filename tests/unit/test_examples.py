@@ -17,7 +17,8 @@ import torch
 import yaml
 
 from benchmarks.marked_tables import ROOT, TABLES, with_table
-from llava_mcore.cli import build, generate, train
+from llava_mcore.cli import generate, train
+from llava_mcore.cli.commands import COMMANDS
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.launch import start as launch
@@ -156,9 +157,7 @@ def test_command_parses(command: Command, tmp_path: Path) -> None:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """Return the parser of `python -m llava_mcore NAME`."""
-    if name == "build":
-        return build.parser()
-    module = importlib.import_module(f"llava_mcore.cli.flags.{name.replace('-', '_')}")
+    module = importlib.import_module(f"llava_mcore.cli.{COMMANDS[name].file}")
     parser: argparse.ArgumentParser = module.parser()
     return parser
 

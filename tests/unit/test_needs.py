@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.cli import train
-from llava_mcore.config.flags import parse_command_line
+from llava_mcore.config.flags import name_of, parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config, save_run_config
-from llava_mcore.config.needs import NEEDS, check_needs, name_of
+from llava_mcore.config.needs import NEEDS, check_needs, words_of
 
 # key -> a value that is not its default, and what it needs
 CASES: dict[str, tuple[str, list[str]]] = {
@@ -79,14 +79,14 @@ def found(*overrides: str) -> list[str]:
 def test_every_row_has_a_case() -> None:
     assert CASES.keys() == NEEDS.keys()
     known = {key for key, _ in config_fields()}
-    assert known >= NEEDS.keys() | {key for condition in NEEDS.values() for key in condition.keys}
+    assert known >= NEEDS.keys() | {key for needs in NEEDS.values() for key in needs.keys}
 
 
 @pytest.mark.parametrize("key", CASES)
 def test_without_what_it_needs(key: str) -> None:
     value, needed = CASES[key]
     (message,) = found(f"{key}={value}", *OFF.get(key, []))
-    assert message.startswith(f"{name_of(key)} has no effect without {NEEDS[key].words}: add that, or omit")
+    assert message.startswith(f"{name_of(key)} has no effect without {words_of(NEEDS[key])}: add that, or omit")
     assert found(f"{key}={value}", *needed) == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.cli.flags.serve import MAX_REQUEST_BYTES
+from llava_mcore.cli.serve import MAX_REQUEST_BYTES
 from llava_mcore.inference.serving import page
 from tests.helpers.world import free_port
 

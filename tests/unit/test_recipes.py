@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from llava_mcore.cli.demo import PAGE
-from llava_mcore.cli.flags.serve import DEFAULT_PORT, parser
+from llava_mcore.cli.serve import DEFAULT_PORT, parser
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "environments"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.config.flag_names import ALL_FLAGS, ALWAYS_ON_FLAGS
-from llava_mcore.config.flags import parse_command_line
+from llava_mcore.config.flags import ALL_FLAGS, ALWAYS_ON_FLAGS, parse_command_line
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = "e2e/test_operations.py::test_sigterm_to_every_process_still_saves"

@@ -24,8 +24,7 @@ from torchvision.io import ImageReadMode, decode_image
 from transformers import AutoProcessor
 from transformers.cli.serving import utils as serving_utils
 
-from llava_mcore.cli.flags.serve import DEFAULT_PORT
-from llava_mcore.cli.serve import main
+from llava_mcore.cli.serve import DEFAULT_PORT, main
 from llava_mcore.compat.transformers_serving import load_handler
 from llava_mcore.data.encode.images import decode_pixels
 from llava_mcore.inference.serving.app import build_app

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from llava_mcore.config.sections.base import Section, UserPath, comma_separated
+from llava_mcore.config.sections.base import Flag, Needs, Section, UserPath, comma_separated
 
 ALL_LINEAR = "all-linear"
 
@@ -26,41 +26,54 @@ def _adapter_name(value: str) -> str:
     return value
 
 
+_LORA = Needs("adapter.r", "adapter.vision_r", "adapter.projection_r")
+_ADAPTER = Needs("adapter.r", "adapter.vision_r", "adapter.projection_r", "adapter.load")
+
+
 class AdapterConfig(Section):
     """LoRA and its variants, as the library PEFT defines them. Without a rank everything is trained in full."""
 
-    r: Rank | None = None
+    flag_group = "adapters"
+
+    r: Annotated[Rank | None, Flag("--lora-r")] = None
     """Rank of LoRA's matrices in the language model. The model itself is then frozen, the freeze keys have no effect,
     and only the adapter is saved."""
     vision_r: Rank | None = None
     """Rank in the vision tower; not given: the tower gets no adapter."""
     projection_r: Rank | None = None
     """Rank in the projection; not given: the projection gets no adapter."""
-    alpha: int = Field(16, ge=1, le=10**6)
-    """What an adapter adds is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    alpha: Annotated[int, Flag("--lora-alpha"), _LORA] = Field(16, ge=1, le=10**6)
+    """Scale of what an adapter adds, which is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
+    dropout: Annotated[float, Flag("--lora-dropout"), _LORA] = Field(0.0, ge=0, lt=1)
     """Probability of dropout on the adapters' inputs."""
-    targets: Annotated[tuple[str, ...], BeforeValidator(comma_separated), Field(min_length=1)] = (ALL_LINEAR,)
+    targets: Annotated[
+        tuple[str, ...], BeforeValidator(comma_separated), Field(min_length=1), Flag("--lora-targets", many=True), _LORA
+    ] = (ALL_LINEAR,)
     """Linear layers that get an adapter, by their names in Hugging Face's model or the ends of these, such as
     q_proj,v_proj; all-linear: every one but the output layer."""
-    dora: bool = False
+    dora: Annotated[bool, Flag("--lora-dora"), _LORA] = False
     """DoRA: also train the magnitude of every row of the adapted matrices."""
-    rslora: bool = False
+    rslora: Annotated[bool, Flag("--lora-rslora"), _LORA] = False
     """rsLoRA: divide by the square root of the rank, so that a larger rank does not weaken what is learned."""
-    quantize: Literal["none", "nf4", "fp8"] = "none"
+    quantize: Annotated[Literal["none", "nf4", "fp8"], Flag("--lora-quantize"), _ADAPTER] = "none"
     """Keep the frozen language model's matrices in 4 bits (nf4: QLoRA, double quantization, as bitsandbytes), or in 8
     (fp8: e4m3, one scale per 128 values). They are restored for each product. fp8 with --fp8: they are multiplied in
     FP8, with one scale each, and have no 16-bit copy."""
-    bias: Literal["none", "all", "lora_only"] = "none"
+    bias: Annotated[Literal["none", "all", "lora_only"], _LORA] = "none"
     """Biases of the model that are trained: none, all, or those of the layers with an adapter."""
-    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()
+    modules_to_save: Annotated[
+        tuple[str, ...],
+        BeforeValidator(comma_separated),
+        Flag("--lora-modules-to-save", after="--lora-targets", many=True),
+        _LORA,
+    ] = ()
     """Modules that are trained in full and saved with the adapter, such as multi_modal_projector or lm_head."""
-    name: Annotated[str, AfterValidator(_adapter_name)] = "default"
+    name: Annotated[str, AfterValidator(_adapter_name), _ADAPTER] = "default"
     """Name of the adapter that is trained."""
 
     load: UserPath | None = None
     """PEFT folder of an adapter to continue training; its files determine rank, targets and everything else."""
-    frozen: Annotated[tuple[UserPath, ...], BeforeValidator(comma_separated)] = ()
+    frozen: Annotated[tuple[UserPath, ...], BeforeValidator(comma_separated), _ADAPTER] = ()
     """PEFT folders of adapters that are active beside the trained one and stay unchanged; each has its folder's
     name."""
 

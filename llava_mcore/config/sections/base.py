@@ -1,10 +1,11 @@
-"""Base class and number types of the configuration's sections."""
+"""Base class, number types and metadata of the configuration's sections."""
 
 from __future__ import annotations
 
 import unicodedata
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -27,8 +28,60 @@ def comma_separated(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
 
+@dataclass(frozen=True)
+class Flag:
+    """Command-line flag of a field, as metadata of its type: `r: Annotated[Rank | None, Flag("--lora-r")] = None`.
+
+    The field's docstring is the flag's help.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    group: str = ""
+    """Heading in --help and docs/flags.md, one of `GROUPS`; empty: the section's."""
+    after: str = ""
+    """Flag after which this one and the section's next ones are listed; empty: after the section's previous flag."""
+    value: str | None = None
+    """Value that the flag sets, if the field is not a switch itself."""
+    many: bool = False
+    """Takes several values, separated by spaces or commas."""
+
+
+class Needs:
+    """Keys that a field has no effect without, as metadata of its type: `Annotated[bool, Needs("training.fp8")]`.
+
+    It is enough if one of the keys is set (switched on, or not empty). With `value`, `at_least` or `other_than`, the
+    key's value must be equal to it, at least as large, or different. `words` replace the text that says so.
+    """
+
+    def __init__(
+        self,
+        *keys: str,
+        value: str | None = None,
+        at_least: int | None = None,
+        other_than: str | None = None,
+        words: str | None = None,
+    ) -> None:
+        self.keys = keys
+        self.value = value
+        self.at_least = at_least
+        self.other_than = other_than
+        self.words = words
+
+    def accepts(self, current: Any) -> bool:
+        """Return whether the value of a key is enough."""
+        if self.value is not None:
+            return bool(current == self.value)
+        if self.at_least is not None:
+            return bool(current >= self.at_least)
+        return bool(current != self.other_than) if self.other_than is not None else bool(current)
+
+
 class Section(BaseModel):
     """Base of all sections."""
+
+    flag_group: ClassVar[str] = ""
+    """Heading of the section's flags in --help and docs/flags.md, one of `GROUPS`."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, use_attribute_docstrings=True

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from llava_mcore.config.sections.augment import TransformConfig, transform_list
-from llava_mcore.config.sections.base import Parts, Seconds, Section, Size
+from llava_mcore.config.sections.base import Flag, Needs, Parts, Seconds, Section, Size
 
 
 def _path_or_url(value: Any) -> Any:
@@ -54,11 +54,13 @@ class PixelRange:
 class DataConfig(Section):
     """The training data."""
 
-    path: DataPath | None = None
+    flag_group = "data"
+
+    path: Annotated[DataPath | None, Flag("--data-path")] = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
-    seq_length: Size = 2048
+    seq_length: Annotated[Size, Flag("--seq-length")] = 2048
     """Maximum number of tokens of a sample, or of a pack of samples, including those of pictures, videos and sounds."""
-    num_workers: int = Field(2, ge=0, le=1024)
+    num_workers: Annotated[int, Flag("--num-workers")] = Field(2, ge=0, le=1024)
     """Loader processes per data-parallel rank; 0 loads in the training process."""
     timeout: Seconds = 600
     """Seconds that a loader process may take for a batch before the run ends. With num_workers 0, only storage has time
@@ -69,48 +71,50 @@ class DataConfig(Section):
     """Streams that the data is divided into for the whole run, ideally a multiple of every number of data-parallel
     ranks that it will have. Not given: 48 (fewer below 384 samples), or a multiple of 48 and the number of ranks. A
     resumed run keeps them."""
-    image_token_id: int | None = Field(None, ge=0, le=10**9)
+    image_token_id: Annotated[int | None, Flag("--image-token-id", after="--max-skip-rate")] = Field(
+        None, ge=0, le=10**9
+    )
     """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
-    pad_token_id: int | None = Field(None, ge=0, le=10**9)
+    pad_token_id: Annotated[int | None, Flag("--pad-token-id")] = Field(None, ge=0, le=10**9)
     """Id of the token that pads batches, which is never trained; not given: the tokenizer's pad token."""
-    packing: bool = False
+    packing: Annotated[bool, Flag("--packing", after="--num-workers")] = False
     """Pack samples into sequences of seq_length tokens; they do not attend to each other."""
-    packing_buffer_size: Size = 64
+    packing_buffer_size: Annotated[Size, Needs("data.packing")] = 64
     """Number of samples from which each stream selects those that fill a pack best."""
     max_media_tokens: Size | None = None
     """Maximum number of patches of the pictures and frames (of sound: 20 ms frames) in a pack (without packing: in a
     sample), so that no rank's tower gets more than fits into memory; a sample with more than that is too long
     (on_too_long). `check` prints how many samples have. Not given: seq_length is the only limit."""
-    on_too_long: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to a conversation longer than seq_length or with more patches than max_media_tokens: it is skipped
+    on_too_long: Annotated[Literal["drop", "truncate", "error"], Flag("--on-too-long")] = "drop"
+    """Handling of a conversation longer than seq_length or with more patches than max_media_tokens: it is skipped
     and counted, truncated (before a picture, video or sound that would be cut or exceeds max_media_tokens), or an error
     that ends the run."""
-    max_skip_rate: float = Field(0.01, ge=0, le=1)
+    max_skip_rate: Annotated[float, Flag("--max-skip-rate")] = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
-    min_pixels: Size | None = None
+    min_pixels: Annotated[Size | None, Flag("--min-pixels")] = None
     """For Qwen-VL, the minimum width x height of a resized picture: a smaller picture is enlarged. Not given: the image
     processor's. The exported folder gets the same limits."""
-    max_pixels: Size | None = None
+    max_pixels: Annotated[Size | None, Flag("--max-pixels")] = None
     """For Qwen-VL, the maximum width x height of a resized picture, which bounds its number of tokens. Not given: the
     image processor's. The exported folder gets the same limits."""
-    video_min_pixels: Size | None = None
+    video_min_pixels: Annotated[Size | None, Flag("--video-min-pixels")] = None
     """For Qwen-VL, the minimum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
     Not given: the video processor's. The exported folder gets the same limits."""
-    video_max_pixels: Size | None = None
+    video_max_pixels: Annotated[Size | None, Flag("--video-max-pixels")] = None
     """For Qwen-VL, the maximum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
     Not given: the video processor's. The exported folder gets the same limits."""
     augment: Annotated[tuple[TransformConfig, ...], BeforeValidator(transform_list)] = ()
     """Transforms of the pictures and frames of training samples, in their order: names in torchvision.transforms.v2,
     each with its arguments, such as [{name: ColorJitter, brightness: 0.2}, {name: RandomGrayscale, p: 0.1}]. They may
     not change a picture's size."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, Flag("--chat-template")] = None
     """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
     file. Not given: the tokenizer's own."""
-    lang: Literal["jp", "en"] | None = None
+    lang: Annotated[Literal["jp", "en"] | None, Flag("--lang")] = None
     """Language of prompts for data without questions; a tokenizer without a chat template gets llm-jp (jp) or vicuna
     (en)."""
     special_tokens_in_text: Handling = "text"
-    """What special tokens of the tokenizer mean in the text of a conversation, such as <|im_end|> in an answer: plain
+    """Meaning of the tokenizer's special tokens in the text of a conversation, such as <|im_end|> in an answer: plain
     text, or the tokens themselves, for data that relies on it."""
     max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1, le=1 << 40)
     """Bytes of a sample, its json, pictures, frames and sounds together; a larger one is skipped."""

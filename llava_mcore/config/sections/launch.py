@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from llava_mcore.config.sections.base import Parts, Section, UserPath
+from llava_mcore.config.sections.base import Flag, Parts, Section, UserPath
 
 
 def _gpu_count(value: int) -> int:
@@ -24,34 +24,44 @@ def _gpu_ids(value: str) -> str:
 
 
 GpuCount = Annotated[int, Field(ge=-1, le=1024), AfterValidator(_gpu_count)]
+GpuIds = Annotated[str, AfterValidator(_gpu_ids)]
 
 
 class LaunchConfig(Section):
     """How the processes are started."""
 
-    num_gpus: GpuCount = -1
+    num_gpus: Annotated[GpuCount, Flag("--gpus", aliases=("-g",), group="GPU")] = -1
     """GPUs to use on each node, one process each; -1 means all. On a machine without GPUs: gloo processes, and -1 means
     1."""
-    gpu_ids: Annotated[str, AfterValidator(_gpu_ids)] | None = None
+    gpu_ids: Annotated[GpuIds | None, Flag("--gpu-ids", group="GPU")] = None
     """Which GPUs to use, as 0,1,3, counted as run.py sees them; not given: the first ones."""
-    num_nodes: Parts | None = None
+    num_nodes: Annotated[Parts | None, Flag("--node", group="several machines")] = None
     """Machines of the run, each of which starts the same command; not given: SLURM's, else 1."""
-    node_rank: int | None = Field(None, ge=0, le=10**5)
+    node_rank: Annotated[int | None, Flag("--rank", aliases=("-r",), group="several machines")] = Field(
+        None, ge=0, le=10**5
+    )
     """Rank of this machine, from 0; not given: SLURM's."""
-    master_addr: str | None = None
+    master_addr: Annotated[str | None, Flag("--master-addr", aliases=("-m",), group="several machines")] = None
     """Name or address of the first machine; not given: that of SLURM's first node."""
-    master_port: int | None = Field(None, ge=1, le=65535)
+    master_port: Annotated[
+        int | None,
+        Flag(
+            "--master-port",
+            aliases=("--rdzv-port", "-p"),
+            group="several machines",
+        ),
+    ] = Field(None, ge=1, le=65535)
     """Rendezvous port on the first machine; two runs on one machine need two. Not given: any free one on one machine,
     20000 + job id modulo 10000 under SLURM, else 29500."""
-    interface: str | None = None
+    interface: Annotated[str | None, Flag("--interface", group="several machines")] = None
     """Network interface for communication, such as eth0; not given: NCCL's and gloo's own choice."""
-    slurm_job_id: str | None = None
+    slurm_job_id: Annotated[str | None, Flag("--slurm-job-id", group="SLURM")] = None
     """Id of the SLURM job, which names the rendezvous and chooses its port; not given: SLURM's."""
-    slurm_output_name: str | None = None
+    slurm_output_name: Annotated[str | None, Flag("--slurm-output-name", group="SLURM")] = None
     """Output file of a job that --submit submits; not given: SAVE_DIR/NAME/slurm-%j.out."""
-    sbatch_options: str | None = None
+    sbatch_options: Annotated[str | None, Flag("--sbatch-options", group="SLURM")] = None
     """Further sbatch options of a job that --submit submits, such as '--partition=gpu --time=24:00:00'."""
-    sif_path: UserPath | None = None
+    sif_path: Annotated[UserPath | None, Flag("--sif-path", group="save and load")] = None
     """Singularity/Apptainer image inside which to run the same command."""
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from llava_mcore.config.sections.base import Iterations, Section
+from llava_mcore.config.sections.base import Flag, Iterations, Needs, Section
 
 
 def parse_span(text: str | None) -> range:
@@ -38,27 +38,33 @@ def _numbers_text(text: str) -> str:
     return text
 
 
+Span = Annotated[str, AfterValidator(_span_text)]
+Ranks = Annotated[str, AfterValidator(_numbers_text)]
+
+
 class LoggingConfig(Section):
     """Logs and metrics."""
 
-    log_interval: Iterations = 1
+    flag_group = "logging"
+
+    log_interval: Annotated[Iterations, Flag("--log-interval")] = 1
     """Iterations between two lines on the console; metrics.jsonl gets every iteration."""
-    tensorboard: bool = False
+    tensorboard: Annotated[bool, Flag("--tensorboard")] = False
     """Also write TensorBoard's event files, in SAVE_DIR/NAME/tensorboard."""
-    wandb: bool = False
+    wandb: Annotated[bool, Flag("--wandb")] = False
     """Also log to Weights & Biases; a resumed run continues the same one. WANDB_MODE=offline needs no network."""
-    wandb_project: str = "llava_mcore"
+    wandb_project: Annotated[str, Needs("logging.wandb")] = "llava_mcore"
     """Weights & Biases project of the run."""
-    mlflow: bool = False
+    mlflow: Annotated[bool, Flag("--mlflow")] = False
     """Also log to MLflow, to the server that MLFLOW_TRACKING_URI names, else into SAVE_DIR/NAME/mlruns; a resumed run
     continues the same one."""
-    mlflow_experiment: str = "llava_mcore"
+    mlflow_experiment: Annotated[str, Needs("logging.mlflow")] = "llava_mcore"
     """MLflow experiment of the run."""
-    debug: bool = False
+    debug: Annotated[bool, Flag("--debug")] = False
     """Print the first batch as text, with the trained parts marked, and the input and output shapes of each part of the
     model on every pipeline stage."""
-    profile: Annotated[str, AfterValidator(_span_text)] | None = None
+    profile: Annotated[Span | None, Flag("--profile")] = None
     """Iterations START:END (both included) that every rank profiles with torch, and on a GPU a snapshot of its memory;
     both go to SAVE_DIR/NAME/profile."""
-    profile_ranks: Annotated[str, AfterValidator(_numbers_text)] | None = None
+    profile_ranks: Annotated[Ranks | None, Needs("logging.profile")] = None
     """Ranks that write a profile, such as 0,8; not given: all."""

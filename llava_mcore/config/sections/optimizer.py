@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llava_mcore.config.sections.base import Iterations, Samples, Section
+from llava_mcore.config.sections.base import Flag, Iterations, Needs, Samples, Section
+
+_WSD = Needs("optimizer.lr_decay_style", value="WSD")
+_PRECISION_AWARE = Needs("optimizer.use_precision_aware_optimizer")
 
 
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
+    flag_group = "training"
+
     name: Literal["adamw"] = "adamw"
     """Optimizer."""
-    lr: float = Field(gt=0)
+    lr: Annotated[float, Flag("--lr", after="--rampup-batch-size")] = Field(gt=0)
     """Peak learning rate."""
     vision_lr: float | None = Field(None, gt=0)
     """Peak learning rate of the vision tower; not given: lr. Its schedule has the same shape, and the same ratio of
     lowest to peak rate."""
     projection_lr: float | None = Field(None, gt=0)
     """The same for the projection."""
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: Annotated[
+        float, Needs("optimizer.lr_decay_style", other_than="constant", words="a schedule that is not constant")
+    ] = Field(0.0, ge=0)
     """Learning rate at the end of the schedule."""
-    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    lr_decay_style: Annotated[Literal["cosine", "linear", "constant", "WSD"], Flag("--lr-decay-style")] = "cosine"
     """Shape of the schedule after the warm-up; WSD: constant, then a decay at the end."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: Annotated[
+        Literal["exponential", "linear", "cosine", "minus_sqrt"], Flag("--lr-wsd-decay-style"), _WSD
+    ] = "exponential"
     """Shape of the decay at the end of WSD."""
-    lr_wsd_decay_iters: Iterations | None = None
+    lr_wsd_decay_iters: Annotated[Iterations | None, Flag("--lr-wsd-decay-iters"), _WSD] = None
     """Iterations of the decay at the end of WSD; this or lr_wsd_decay_samples is needed for it."""
-    lr_wsd_decay_samples: Samples | None = None
+    lr_wsd_decay_samples: Annotated[Samples | None, Flag("--lr-wsd-decay-samples"), _WSD] = None
     """Samples of the decay at the end of WSD."""
     lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
     """Fraction of the iterations over which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
-    decay_norms_and_biases: bool = False
+    decay_norms_and_biases: Annotated[bool, Needs("optimizer.weight_decay")] = False
     """Apply weight decay to norms and biases too, not only to matrices and embeddings."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the mean of the gradients."""
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_beta2: Annotated[float, Flag("--adam-beta2")] = Field(0.999, ge=0, lt=1)
     """Decay of the mean of the squared gradients."""
     adam_eps: float = Field(1e-8, gt=0)
     """Added to the denominator of the update."""
@@ -48,11 +57,11 @@ class OptimizerConfig(Section):
     use_precision_aware_optimizer: bool = False
     """On GPUs with the distributed optimizer: store the state in exp_avg_dtype and exp_avg_sq_dtype; weights stay
     in fp32."""
-    exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    exp_avg_dtype: Annotated[Literal["fp32", "bf16", "fp16"], _PRECISION_AWARE] = "fp32"
     """Number format of the mean of the gradients, with use_precision_aware_optimizer."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    exp_avg_sq_dtype: Annotated[Literal["fp32", "bf16", "fp16"], _PRECISION_AWARE] = "fp32"
     """Number format of the mean of the squared gradients, with use_precision_aware_optimizer."""
-    cpu_offload: bool = False
+    cpu_offload: Annotated[bool, _PRECISION_AWARE] = False
     """With use_precision_aware_optimizer: keep the optimizer's state in host memory and update there; slow."""
-    cpu_offload_fraction: float = Field(1.0, gt=0, le=1)
+    cpu_offload_fraction: Annotated[float, Needs("optimizer.cpu_offload")] = Field(1.0, gt=0, le=1)
     """Fraction of the state that cpu_offload moves."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from llava_mcore.config.rules.batch_size import BatchSizes, Ramp, parse_ramp
-from llava_mcore.config.sections.base import Iterations, Samples, Section, Size
+from llava_mcore.config.sections.base import Flag, Iterations, Needs, Samples, Section, Size
 
 
 def _ramp_text(text: str) -> str:
@@ -15,43 +15,51 @@ def _ramp_text(text: str) -> str:
     return text
 
 
+RampText = Annotated[str, AfterValidator(_ramp_text)]
+_FP8 = Needs("training.fp8")
+
+
 class TrainingConfig(Section):
     """Length, batch sizes and number formats of the run."""
 
-    train_iters: Iterations | None = None
+    flag_group = "training"
+
+    train_iters: Annotated[Iterations | None, Flag("--train-iters")] = None
     """Iterations (optimizer steps) of the whole run, including those before a resume; required unless train_samples is
     given."""
-    train_samples: Samples | None = None
+    train_samples: Annotated[Samples | None, Flag("--train-samples")] = None
     """Samples of the whole run instead of iterations: as many whole iterations as fit into them."""
-    micro_batch_size: Size = 1
+    micro_batch_size: Annotated[Size, Flag("--micro-batch-size")] = 1
     """Samples of one forward pass on one data-parallel rank."""
-    global_batch_size: Size
+    global_batch_size: Annotated[Size, Flag("--global-batch-size")]
     """Samples of one iteration over all data-parallel ranks and micro-batches."""
-    rampup_batch_size: Annotated[str, AfterValidator(_ramp_text)] | None = None
+    rampup_batch_size: Annotated[RampText | None, Flag("--rampup-batch-size")] = None
     """START,INCREMENT,SAMPLES: start with global batches of START samples and increase them by INCREMENT, evenly over
     SAMPLES samples, up to the global batch size. Not given: all have that size."""
-    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    precision: Annotated[Literal["bf16", "fp16", "fp32"] | None, Flag("--precision", after="--adam-beta2")] = None
     """Number format of weights and activations; not given: bf16 with GPUs, fp32 without."""
-    loss_scale: float | None = Field(None, gt=0)
+    loss_scale: Annotated[float | None, Flag("--loss-scale"), Needs("training.precision", value="fp16")] = Field(
+        None, gt=0
+    )
     """Loss scale for fp16; not given: dynamic, starting at 65536."""
-    fp8: bool = False
+    fp8: Annotated[bool, Flag("--fp8", after="--flash-attn")] = False
     """Use FP8 matrix products in the language model's layers (Transformer Engine on Hopper or newer), together with
     bf16."""
-    fp8_vision: bool = False
+    fp8_vision: Annotated[bool, Flag("--fp8-vision"), _FP8] = False
     """Also use FP8 matrix products in the layers of a trained tower. Needs --cuda-graphs-vision."""
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    fp8_recipe: Annotated[Literal["delayed", "tensorwise", "blockwise"], Flag("--fp8-recipe"), _FP8] = "delayed"
     """How FP8 values are scaled: by the maximum of earlier steps, of this tensor, or of its blocks."""
-    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    fp8_format: Annotated[Literal["hybrid", "e4m3"], Flag("--fp8-format"), _FP8] = "hybrid"
     """FP8 format: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for both."""
-    fp8_maximum_over: Literal["all", "tensor_parallel"] = "all"
+    fp8_maximum_over: Annotated[Literal["all", "tensor_parallel"], _FP8] = "all"
     """Ranks that share the maximum of the delayed recipe: those of a pipeline stage in all replicas, or in one."""
-    fp8_first_layers_bf16: int = Field(0, ge=0, le=10**5)
+    fp8_first_layers_bf16: Annotated[int, _FP8] = Field(0, ge=0, le=10**5)
     """First layers of the language model that stay in bf16 (not with the delayed recipe)."""
-    fp8_last_layers_bf16: int = Field(0, ge=0, le=10**5)
+    fp8_last_layers_bf16: Annotated[int, _FP8] = Field(0, ge=0, le=10**5)
     """Last layers of the language model that stay in bf16 (not with the delayed recipe)."""
     seed: int = Field(1234, ge=0, le=2**53)
     """Seed of initialization, dropout and shuffling."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, Flag("--deterministic", after="--cuda-graphs-vision")] = False
     """Use deterministic kernels only: equal runs give equal bits, but are slower."""
 
     @property

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from llava_mcore.config.sections.base import Iterations, Section, Size
+from llava_mcore.config.sections.base import Flag, Iterations, Needs, Section, Size
+
+_GENERATE = Needs("validation.eval_generate")
 
 
 class ValidationConfig(Section):
     """When the loss on the validation split is measured and its questions are answered, and on how much of it."""
 
-    eval_interval: Iterations | None = None
+    flag_group = "validation"
+
+    eval_interval: Annotated[Iterations | None, Flag("--eval-interval")] = None
     """Iterations between two validations, besides the one after the last iteration; not given: none. Training continues
     bitwise the same."""
-    eval_iters: Iterations | None = None
+    eval_iters: Annotated[Iterations | None, Flag("--eval-iters"), Needs("validation.eval_interval")] = None
     """Number of global batches in a validation, always the same samples; not given: every sample once."""
-    eval_generate: Iterations | None = None
+    eval_generate: Annotated[Iterations | None, Flag("--eval-generate")] = None
     """Iterations between two rounds in which the model answers questions of the validation split, besides the one after
     the last iteration; not given: none. Training continues bitwise the same."""
-    eval_generate_samples: Size = 64
+    eval_generate_samples: Annotated[Size, Flag("--eval-generate-samples"), _GENERATE] = 64
     """Samples of the validation split that are asked in a round, evenly distributed and always the same."""
-    eval_generate_max_new_tokens: Size = 64
+    eval_generate_max_new_tokens: Annotated[Size, Flag("--eval-generate-max-new-tokens"), _GENERATE] = 64
     """Maximum number of tokens of an answer."""
-    eval_generate_batch_size: Size = 8
+    eval_generate_batch_size: Annotated[Size, _GENERATE] = 8
     """Questions that a model replica answers at the same time."""
-    eval_generate_examples: int = Field(8, ge=0, le=64)
+    eval_generate_examples: Annotated[int, _GENERATE] = Field(8, ge=0, le=64)
     """Answers of a round that are shown with their pictures in answers/ITERATION.png, TensorBoard and Weights & Biases.
     """

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from llava_mcore.files.atomic import move, write_synced
+from llava_mcore.files.text_files import naming
 from llava_mcore.inference.evaluation.metrics import Answered, score
 from llava_mcore.inference.evaluation.tasks import TaskResult
 from llava_mcore.inference.generation.records import Record
 
 DATA = "data"
+WIDTH = 160
+"""Width of the table where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -79,3 +85,44 @@ def _short(models: Iterable[str]) -> list[str]:
 def as_json(results: Sequence[ModelResult]) -> dict[str, Any]:
     """Return everything, samples too."""
     return {"models": [asdict(result) for result in results]}
+
+
+class EvaluationReport:
+    """The finished results. The file is written again with every part, because the next one may take hours and fail."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.results: list[ModelResult] = []
+
+    def begin(self, model: Path) -> None:
+        """Let the next parts be those of this model."""
+        self.results.append(ModelResult(str(model)))
+
+    def add(self, *, data: DataResult | None = None, tasks: Sequence[TaskResult] = ()) -> None:
+        """Add a part of the last model and write the file."""
+        last = self.results[-1]
+        self.results[-1] = replace(last, data=data or last.data, tasks=[*last.tasks, *tasks])
+        if self.path is not None:
+            _write(self.path, self.results)
+
+    def show(self) -> None:
+        """Print a table of the models that have a part."""
+        results = [x for x in self.results if x.data is not None or x.tasks]
+        if not results:
+            return
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = WIDTH
+        console.print(table(results))
+        for result in results:
+            if result.data is not None and result.data.num_skipped:
+                skipped = f"questions that could not be asked and are not scored: {result.data.num_skipped} (--json)"
+                print(f"{result.model}: {skipped}")
+
+
+def _write(path: Path, results: Sequence[ModelResult]) -> None:
+    text = json.dumps(as_json(results), ensure_ascii=False, indent=1) + "\n"
+    partial = path.with_name(f".{path.name}.partial")
+    with naming(path):
+        write_synced(partial, text.encode("utf-8", "surrogatepass"))
+        move(partial, path)

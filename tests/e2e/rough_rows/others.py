@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llava_mcore.cli.commands import COMMANDS
 from tests.helpers.rough import TRAIN, Outcome, Sandbox, Trial
 
 ROW = "Ends: others"
@@ -13,18 +14,6 @@ INTERRUPT = (
 IMPORTS = (
     "PYTHONPROFILEIMPORTTIME=1 llava-mcore {command} --help 2>&1 | grep -qE '[|] +(torch|transformers)$'; "
     "test ${PIPESTATUS[1]} = 1"
-)
-COMMANDS = (
-    "build",
-    "prepare",
-    "import-hf",
-    "train",
-    "export-hf",
-    "generate",
-    "chat",
-    "check",
-    "inspect",
-    "show-config",
 )
 DATED = "{root}/date=2024-01-01/x"
 

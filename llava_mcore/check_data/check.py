@@ -1,12 +1,12 @@
-"""Check a dataset before training: `python -m llava_mcore check --data-path D --tokenizer-load-dir T`."""
+"""`check --data-path`: the check of a dataset, with progress, report and examples on the console."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -19,82 +19,87 @@ from llava_mcore.check_data.scan import Task, choose, scan
 from llava_mcore.check_data.show import conversation_text
 from llava_mcore.check_data.tables import print_report
 from llava_mcore.check_data.tally import DatasetTally, Tally
-from llava_mcore.cli.flags.samples import limits_of, pixels_of, video_pixels_of
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.datasets import Dataset
 from llava_mcore.data.storage.dataset_path import check_dataset
-from llava_mcore.errors import ConfigError, DataError
+from llava_mcore.errors import DataError
 
 DEFAULTS = DataConfig()
-NEEDS_TOKENIZER = "--data-path needs --tokenizer-load-dir, the Hugging Face folder to train with"
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class DataCheck:
+    """A dataset and how to check it: the flags of `check`."""
+
+    data_path: Path
+    tokenizer_dir: Path
+    seq_length: int
+    max_media_tokens: int | None
+    max_skip_rate: float
+    full: bool
+    num_workers: int
+    num_examples: int
+    json_file: Path | None
+
+
+def check_data(check: DataCheck, assets: Assets) -> int:
     """Run the check; returns 0 if the data can be used for training, else 2.
 
     Raises:
-        ConfigError: invalid flags.
-        DataError: the tokenizer folder cannot be used, or the report cannot be written.
+        ConfigError: no picture or sound fits into a sample.
+        DataError: the report cannot be written.
     """
-    _check_flags(args)
-    assets = load_assets(
-        args.tokenizer_load_dir,
-        chat_template=args.chat_template,
-        lang=args.lang,
-        special_tokens_in_text=args.special_tokens_in_text,
-        limits=limits_of(args),
-        pixels=pixels_of(args),
-        video_pixels=video_pixels_of(args),
-    )
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # in a file or a pipe; rich would assume 80
-    report, examiner = examine(args, assets)
+    report, examiner = examine(check, assets)
     if examiner is not None:
         _show(examiner, report, assets, console)
     print_report(report, console)
-    if args.json is not None:
-        _write(args.json, report)
+    if check.json_file is not None:
+        _write(check.json_file, report)
     return 2 if report.reasons_not_to_train else 0
 
 
-def examine(args: argparse.Namespace, assets: Assets) -> tuple[DataReport, Examiner | None]:
+def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | None]:
     """Check files and samples; the examiner is None if the data cannot be opened.
 
     Raises:
         ConfigError: no picture or sound fits into a sample.
     """
-    data = DataConfig(seq_length=args.seq_length, max_media_tokens=args.max_media_tokens)
+    data = DataConfig(seq_length=check.seq_length, max_media_tokens=check.max_media_tokens)
     check_budgets(data, assets)
     stop: list[str] = []
     examiner = None
     try:
-        check_dataset(args.data_path)
+        check_dataset(check.data_path)
     except DataError as error:
         stop.append(str(error))
     try:
-        examiner = Examiner(args.data_path, assets, seq_length=args.seq_length, max_media_tokens=args.max_media_tokens)
+        examiner = Examiner(
+            check.data_path, assets, seq_length=check.seq_length, max_media_tokens=check.max_media_tokens
+        )
     except DataError as error:
         stop = stop or [str(error)]  # otherwise another message has reported it
     datasets = examiner.datasets if examiner is not None else []
     tally = Tally(
         [DatasetTally(d.path, d.share, d.repeats, len(d.shards), d.num_samples) for d in datasets],
-        most_patches=args.max_media_tokens,
+        most_patches=check.max_media_tokens,
     )
-    tasks = choose(datasets, full=args.full)
+    tasks = choose(datasets, full=check.full)
     start = time.perf_counter()
     if examiner is not None:
-        _scan(examiner, tasks, tally, args)
+        _scan(examiner, tasks, tally, check)
     report = DataReport(
-        data_path=str(args.data_path),
-        tokenizer_dir=str(args.tokenizer_load_dir),
-        seq_length=args.seq_length,
-        max_media_tokens=args.max_media_tokens,
+        data_path=str(check.data_path),
+        tokenizer_dir=str(check.tokenizer_dir),
+        seq_length=check.seq_length,
+        max_media_tokens=check.max_media_tokens,
         unit=assets.plan.unit,
         packing_buffer_size=DEFAULTS.packing_buffer_size,
-        max_skip_rate=args.max_skip_rate,
+        max_skip_rate=check.max_skip_rate,
         full=sum(len(indices) for _, indices in tasks) == sum(d.num_samples for d in datasets),
         seconds=time.perf_counter() - start,
         stop=tuple(stop),
@@ -110,19 +115,7 @@ def _remarks(datasets: Sequence[Dataset]) -> list[str]:
     return [remark for folder in folders if folder.is_dir() for remark in remarks_on(folder)]
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    if args.tokenizer_load_dir is None:
-        raise ConfigError(NEEDS_TOKENIZER)
-    lowest = {"seq_length": 1, "num_workers": 0, "show": 0, "max_skip_rate": 0}
-    wrong = [f"--{name.replace('_', '-')} must be at least {least}" for name, least in lowest.items()
-             if vars(args)[name] < least]  # fmt: skip
-    if args.max_skip_rate > 1:
-        wrong.append("--max-skip-rate is a fraction, from 0 to 1")
-    if wrong:
-        raise ConfigError("; ".join(wrong))
-
-
-def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, args: argparse.Namespace) -> None:
+def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, check: DataCheck) -> None:
     columns = (
         TextColumn("checking samples"),
         BarColumn(),
@@ -135,10 +128,10 @@ def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, args: argpars
         bar = progress.add_task("", total=sum(len(indices) for _, indices in tasks))
 
         def take(finding: Finding) -> None:
-            tally.add(finding, num_examples=args.show)
+            tally.add(finding, num_examples=check.num_examples)
             progress.advance(bar)
 
-        scan(examiner, tasks, num_workers=args.num_workers, on_finding=take)
+        scan(examiner, tasks, num_workers=check.num_workers, on_finding=take)
 
 
 def _show(examiner: Examiner, report: DataReport, assets: Assets, console: Console) -> None:

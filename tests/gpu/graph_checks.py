@@ -30,7 +30,7 @@ from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.graph_checks import OneRankFirstLoader
 from tests.parallel.option_checks import MIXED
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
-from tests.unit.test_layer_graphs import PACKS
+from tests.unit.training.test_layer_graphs import PACKS
 
 STEPS = 5
 LORA = {"adapter.r": 8, "adapter.projection_r": 4, "model.freeze_vision_model": True}

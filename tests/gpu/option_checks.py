@@ -28,7 +28,7 @@ from tests.parallel.frozen_checks import AWARE, DISTRIBUTED, OFFLOAD, OFFLOAD_HA
 from tests.parallel.option_checks import FIRST, MIXED, SEQUENCE
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
-from tests.unit.test_layer_graphs import PACKS
+from tests.unit.training.test_layer_graphs import PACKS
 
 BF16 = te_checks.BF16 | TE
 HALF_MOMENTS = AWARE | {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}

@@ -17,10 +17,10 @@ LLAVA = "llava"
 PACKED = {LLAVA, *MAKERS, *(case.architecture for case in test_any_size.OF_ANY_SIZE)}
 """tests/parallel: test_packing, test_classes, test_any_size."""
 ADAPTED = QUANTIZED = {case.architecture for case in EACH_CLASS}
-"""tests/unit/test_adapter_classes.py."""
+"""tests/unit/adapters/test_adapter_classes.py."""
 ANSWERED = {case.architecture for case in test_generate.CASES}
 SERVED = {case.architecture for case in EACH_CLASS}
-"""tests/unit/test_serve.py: those that take pictures."""
+"""tests/unit/inference/test_serve.py: those that take pictures."""
 ON_GPUS = {
     LLAVA: "trained, also in FP8",
     "llava_next": "forward only",

@@ -20,7 +20,7 @@ from tests.helpers.class_checks import batch_of, hf_model
 from tests.helpers.tiny_idefics2 import make_hf_idefics2
 from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
 from tests.helpers.world import run_world
-from tests.unit import test_idefics2, test_qwen
+from tests.unit.models import test_idefics2, test_qwen
 
 LAYOUTS: list[Any] = [(1, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.long) for layout in ((1, 2), (2, 1)))]
 LONG = ((1, 2), (2, 1), (1, 1, 2), (2, 1, 2))

@@ -22,10 +22,10 @@ from tests.helpers.tiny_idefics2 import make_hf_idefics2
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world
 from tests.parallel.test_layouts import assert_same_folder
-from tests.unit.test_audio import conversation
-from tests.unit.test_idefics2 import CONVERSATIONS as OF_IDEFICS
-from tests.unit.test_qwen import CONVERSATIONS as OF_QWEN
-from tests.unit.test_qwen import PICTURES
+from tests.unit.models.test_audio import conversation
+from tests.unit.models.test_idefics2 import CONVERSATIONS as OF_IDEFICS
+from tests.unit.models.test_qwen import CONVERSATIONS as OF_QWEN
+from tests.unit.models.test_qwen import PICTURES
 
 CHECKS = "tests.parallel.vision_parallel_checks:"
 SAID = Turn("assistant", "It is seven.")

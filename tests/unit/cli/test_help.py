@@ -1,0 +1,53 @@
+"""--help and a mistyped flag of every command answer before anything heavy is imported."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.startup import start, write_folders
+from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.compat.startup import UNUSED_IMPORTS, UNUSED_IMPORTS_HERE
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = sorted((ROOT / "examples").glob("*/run.py"))
+SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.py")), *EXAMPLES]
+EVERY = {
+    **{name: ["-m", "llava_mcore", name] for name in COMMANDS},
+    **{str(path.relative_to(ROOT)): [str(path)] for path in SCRIPTS},
+}
+HEAVY = re.compile(
+    r"\|\s+(torch|torchvision|transformers|megatron|numpy|pandas|scipy|pyarrow|matplotlib|PIL|wandb)$", re.MULTILINE
+)
+READERS = ("import-hf", "export-hf", "check --hf-dir", "check --megatron-dir")
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_help_is_quick(command: str) -> None:
+    start = [sys.executable, "-X", "importtime", *EVERY[command]]
+    for flag, code in (("--help", 0), ("--no-such-flag", 2)):
+        done = subprocess.run([*start, flag], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == code, done.stderr[-500:]
+        assert HEAVY.findall(done.stderr) == []
+        assert code or "usage: " in done.stdout
+        assert not code or "--no-such-flag" in done.stderr or "required" in done.stderr
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_folder_is_read_before_the_imports_that_take_seconds(name: str, tmp_path: Path) -> None:
+    command, folder = write_folders(tmp_path)[name]
+    first = start(command, folder)
+    assert first.modules.isdisjoint(
+        {"transformers", "megatron", "torchvision", "accelerate", "pandas", "scipy", "pyarrow", "matplotlib", "wandb"}
+    )
+
+
+def test_nothing_is_imported_in_vain(tmp_path: Path) -> None:
+    command, _ = write_folders(tmp_path)["import-hf"]
+    whole = start(command)
+    assert {"torch", "transformers", "megatron"} <= whole.modules, "it ended before its imports"
+    assert whole.modules.isdisjoint({*UNUSED_IMPORTS, *UNUSED_IMPORTS_HERE, "pandas", "matplotlib"})

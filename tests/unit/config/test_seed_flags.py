@@ -1,0 +1,106 @@
+"""The flags that users of the launcher before this one type: each is understood, and a test proves its effect.
+
+The column on the right names that test; one that is renamed or deleted fails here.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from llava_mcore.config.flags import ALL_FLAGS, ALWAYS_ON_FLAGS, parse_command_line
+
+ROOT = Path(__file__).parents[3]
+OPERATIONS = "e2e/test_operations.py::test_sigterm_to_every_process_still_saves"
+RESUME = "e2e/test_resume.py::test_killed_and_resumed_equals_unbroken"
+RANDOM = "e2e/test_options.py::test_deterministic_runs_from_random_weights_are_equal"
+LAYOUT = "parallel/test_training.py::test_loss_curve_equals_one_process"
+MACHINES = "unit/test_slurm_launch.py::test_commands_of_one_and_many_machines"
+WITHOUT_SLURM = "unit/test_slurm_launch.py::test_without_slurm_flags_say_everything"
+JOB_STEP = "unit/test_slurm_launch.py::test_everything_comes_from_the_job_step"
+REACH = "unit/test_slurm_launch.py::test_interface_and_chosen_gpus_reach_the_workers"
+OPTIMIZER = "unit/test_flag_effects.py::test_optimizer"
+KERNELS = "unit/test_flag_effects.py::test_attention_kernels"
+TOKENS = "unit/test_flag_effects.py::test_token_ids"
+STAGE = "unit/test_config.py::test_stage_sets_what_is_not_given"
+
+# as typed -> the test of its effect
+FLAGS = {
+    "-g 2": OPERATIONS,
+    "--gpus 2": "unit/test_train_launcher.py::test_what_the_machine_decides",
+    "--gpu-ids 1,3": REACH,
+    "--save": RANDOM,
+    "--name abc": RESUME,
+    "--wandb": "unit/test_sinks.py::test_a_resumed_run_continues_its_logs",
+    "--log-interval 2": "e2e/test_operations.py::test_lines_of_the_chosen_interval",
+    "--megatron-load-dir /m": RESUME,
+    "--tokenizer-load-dir /t": "e2e/test_errors.py::test_a_folder_without_tokenizer",
+    "--save-dir /s": RESUME,
+    "--sif-path /i.sif": "unit/test_launch.py::test_command_is_run_again_inside_the_image",
+    "--save-optim": RESUME,
+    "--load-optim": RESUME,
+    "--init": RANDOM,
+    "--save-interval 6": "e2e/test_operations.py::test_what_is_not_kept_is_replaced",
+    "--non-persistent-save-interval 4": "e2e/test_operations.py::test_what_is_not_kept_is_replaced",
+    "--skip-train-iteration-range 100-110 300-400": "parallel/test_faults.py::test_a_step_that_is_not_finite",
+    "--tp 2": LAYOUT,
+    "--pp 2": LAYOUT,
+    "--micro-batch-size 2": "unit/test_data_loader.py::test_batches_are_what_the_model_takes",
+    "--global-batch-size 8": LAYOUT,
+    "--num-workers 2": OPERATIONS,
+    "--node 2": MACHINES,
+    "--rank 1": WITHOUT_SLURM,
+    "-r 1": WITHOUT_SLURM,
+    "--master-addr h": WITHOUT_SLURM,
+    "-m h": WITHOUT_SLURM,
+    "--master-port 4001": MACHINES,
+    "-p 4001": MACHINES,
+    "--rdzv-port 4001": MACHINES,
+    "--backend gloo": "unit/test_train_launcher.py::test_what_is_given_is_kept",
+    "--interface eth1": REACH,
+    "--dist-optim": OPTIMIZER,
+    "--dist-ckpt": "unit/test_config.py::test_what_is_always_so_is_accepted_and_said",
+    "--image-token-id 4": TOKENS,
+    "--pad-token-id 0": TOKENS,
+    "--freeze-lm": LAYOUT,
+    "--stage 1": STAGE,
+    "--lang jp": "unit/test_chat_choice.py::test_the_language_picks_where_there_is_none",
+    "--lr 1e-4": OPTIMIZER,
+    "--train-iters 9": RESUME,
+    "--loss-scale 128": OPTIMIZER,
+    "--adam-beta2 0.95": OPTIMIZER,
+    "--seq-length 64": "unit/test_rules.py::test_one_broken_rule_gives_one_message",
+    "--slurm-job-id 7": JOB_STEP,
+    "--slurm-output-name /o.txt": "unit/test_slurm_launch.py::test_batch_file",
+    "--fp8": "gpu/test_transformer_engine.py::test_training",
+    "--fused-attn": KERNELS,
+    "--flash-attn": KERNELS,
+    "--no-add-class-token": "unit/test_rules.py::test_a_class_token_that_must_not_stay",
+    "--debug": "e2e/test_logs.py::test_debug_shows_the_first_batch_and_the_shapes_of_every_stage",
+    "--deterministic": RANDOM,
+    "--alert-spike": "unit/test_faults.py::test_a_spike_and_the_range_it_suggests",
+    "--spike-thr 3": "unit/test_faults.py::test_a_spike_and_the_range_it_suggests",
+}
+
+
+@pytest.mark.parametrize("typed", FLAGS)
+def test_flag_is_understood_and_its_effect_is_tested(typed: str) -> None:
+    asked = parse_command_line(typed.split(), "run.py")
+    asked.load()
+    assert len(asked.flags) + len(asked.notices) == 1
+    path, _, name = FLAGS[typed].partition("::")
+    tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, FLAGS[typed]
+
+
+def test_the_whole_command_line_at_once() -> None:
+    run = parse_command_line(" ".join(FLAGS).replace("--flash-attn ", "").split(), "run.py").load()
+    assert (run.faults.skip_train_iteration_range, run.stage, run.training.global_batch_size) == (
+        "100-110,300-400",
+        1,
+        8,
+    )
+    names = {typed.split()[0] for typed in FLAGS}
+    assert names <= {name for flag in ALL_FLAGS for name in flag.names} | set(ALWAYS_ON_FLAGS)

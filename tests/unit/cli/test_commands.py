@@ -18,9 +18,7 @@ SHARED = {"__init__", "commands", "common", "shared_flags"}
 def test_every_file_is_a_command() -> None:
     files = {path.stem for path in (ROOT / "llava_mcore" / "cli").iterdir() if path.suffix == ".py"}
     assert sorted(files - SHARED) == sorted(command.file for command in COMMANDS.values())
-    assert not [
-        path for path in (ROOT / "llava_mcore" / "cli").iterdir() if path.is_dir() and path.name != "__pycache__"
-    ]
+    assert not list((ROOT / "llava_mcore" / "cli").glob("*/*.py"))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

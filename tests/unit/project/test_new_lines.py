@@ -47,7 +47,7 @@ def test_a_page_touches_few_files(kind: str, page: str) -> None:
         ("optimizer", r"torch\.optim\.AdamW"),
         ("metric", "num_truncated"),  # of the loader
         ("metric", "data_wait_seconds"),  # of the host
-        ("flag", '"--lr"'),
+        ("flag", '"--on-too-long"'),
         ("flag", '"--keep-last"'),
         ("flag", '"--alert-spike"'),
         ("connector", "LinearConnector"),

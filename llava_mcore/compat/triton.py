@@ -1,4 +1,4 @@
-"""What Triton (3.6) needs to build kernels for GPUs."""
+"""Tools that Triton (3.6) needs to build kernels for GPUs."""
 
 from __future__ import annotations
 

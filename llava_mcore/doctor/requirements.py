@@ -20,7 +20,7 @@ CHECKOUT = Path(llava_mcore.__file__).parents[1]
 
 @dataclass(frozen=True)
 class ProjectRequirements:
-    """What the project needs, and by the name of an extra what that adds. in_checkout: read from pyproject.toml."""
+    """Packages that the project needs, and those that each extra adds. in_checkout: read from pyproject.toml."""
 
     runtime: Sequence[Requirement]
     extras: Mapping[str, Sequence[Requirement]]

@@ -1,1 +1,1 @@
-"""What an image, a video or an audio clip becomes in a batch: how many tokens it takes, and the names of its fields."""
+"""Images, videos and audio clips in a batch: how many tokens each takes, and the names of their fields."""

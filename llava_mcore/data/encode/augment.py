@@ -95,7 +95,7 @@ class Augmentation:
 
     @property
     def warnings(self) -> list[str]:
-        """What the start of a run says."""
+        """Warnings that the start of a run prints."""
         moving = [type(transform).__name__ for transform in self._transforms if _moves(transform)]
         if not moving:
             return []

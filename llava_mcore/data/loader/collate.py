@@ -18,8 +18,8 @@ from llava_mcore.media.pixels import NO_SCALE
 BATCH_SUMS: dict[str, Callable[[Sequence[TokenConversation]], tuple[int, int]]] = {
     "num_truncated": lambda conversations: (sum(conversation.truncated for conversation in conversations), 0),
 }
-"""Sums over the conversations of a global batch that the log shows, by name: a function that returns total and count for a
-micro-batch. The log has total / count over the global batch, or the total where nothing is counted."""
+"""Sums over the conversations of a global batch that the log shows, by name: a function that returns total and count
+for a micro-batch. The log has total / count over the global batch, or the total where nothing is counted."""
 
 
 def collate(

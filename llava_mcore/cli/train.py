@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         if config.checkpoint.unsaved is not None:
             print(f"note: {config.checkpoint.unsaved}", file=sys.stderr)
         print(f"# {launch.config_file}\n{run_config_yaml(launch.run)}\n# command\n{shlex.join(launch.command)}")
+        print(f"{launch.layout}\nnothing was started, and nothing was written", file=sys.stderr)
         return 0
     return start(launch, command_line.notices)
 

@@ -58,6 +58,20 @@ class Launch:
     command: list[str]
     gpu_count: int
 
+    @property
+    def layout(self) -> str:
+        """Its processes and what each machine's are, such as "2 x 8 processes = tp 4 x pp 2 x dp 2; …"."""
+        parallel, training, per_node = self.run.parallel, self.run.training, self.run.launch.num_gpus
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        dp = self.nodes.count * per_node // (tp * pp)
+        micro_batches = training.global_batch_size // (training.micro_batch_size * dp)
+        first = self.nodes.rank * per_node
+        return (
+            f"{self.nodes.count} x {per_node} processes = tp {tp} x pp {pp} x dp {dp}; "
+            f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per iteration; "
+            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}"
+        )
+
 
 def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     """Check a run on this machine; nothing is written.
@@ -104,6 +118,7 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
             save_run_config(run, launch.config_file)
         for notice in notices:
             print(notice, flush=True)
+        print(launch.layout, flush=True)
         if run.checkpoint.unsaved is not None and launch.nodes.rank == 0:
             print(f"note: {run.checkpoint.unsaved}", flush=True)
         job = read_job(os.environ)

@@ -116,7 +116,7 @@ def train_steps(groups: Groups, trainer: Trainer, loader: TrainLoader | None, nu
     curve: Curve = {"loss": [], "grad_norm": [], "tokens": [], "tiles": []}
     num_batches = GLOBAL_BATCH // (MICRO_BATCH * groups.dp_size)
     for _ in range(number):
-        batches, counts, _ = fetch_step(groups, loader, num_batches, SkipBudget(0.0), trainer.fields)
+        batches, counts, *_ = fetch_step(groups, loader, num_batches, SkipBudget(0.0), trainer.fields)
         result = train_step(
             groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH
         ).result()

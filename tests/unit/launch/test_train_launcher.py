@@ -117,7 +117,9 @@ def test_what_the_model_cannot_read_is_said_before_ranks_start(
 
 def test_dry_run_shows_the_run_and_writes_nothing(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(folders.flags("--dry-run")) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert "1 x 2 processes = tp 2 x pp 1 x dp 1; 128 micro-batches per iteration; node 0: ranks 0 to 1\n" in said
+    assert said.endswith("nothing was started, and nothing was written\n")
     assert "precision: fp32" in printed
     assert "backend: gloo" in printed
     assert f"--nproc-per-node 2 -m llava_mcore.launch.worker --config {folders.save}/r/run.yaml" in printed

@@ -287,7 +287,7 @@ def test_a_run_that_saves_nothing_says_so(
 ) -> None:
     monkeypatch.setattr(launch, "run_child", lambda *_, **__: 0)
     assert train.main(folders.flags()) == 0
-    assert capsys.readouterr().out.startswith("note: no checkpoint is saved: --save")
+    assert "\nnote: no checkpoint is saved: --save" in capsys.readouterr().out
     assert CheckpointConfig(save_interval=2).unsaved is None
     with pytest.raises(CheckpointError, match=r"this run has saved no checkpoint: train with --save"):
         latest_checkpoint(folders.save / "r")

@@ -267,11 +267,8 @@ def _shared_step(groups: Groups, batch: _TinyBatch) -> SharedStep:
     """Return this replica's samples as the only micro-batch of a step."""
     local = batch.part(groups.dp_rank, _SAMPLES_PER_RANK)
     device = groups.device
-    media = {
-        PIXEL_VALUES: local.pixels.to(device),
-        PIXEL_SCALE: NO_SCALE.to(device),
-        FEATURE_POSITIONS: local.positions.to(device),
-    }
+    media = {PIXEL_VALUES: local.pixels, PIXEL_SCALE: NO_SCALE, FEATURE_POSITIONS: local.positions}
+    media = {name: tensor.to(device) for name, tensor in media.items()}
     micro_batch = MicroBatch(
         input_ids=local.input_ids.to(device),
         labels=local.labels.to(device),
@@ -294,8 +291,7 @@ def _largest_difference(trainer: Trainer, expected: dict[str, Tensor]) -> tuple[
     for name, parameter in whole_names(trainer.models[0]).items():
         gradient = vars(parameter)["main_grad"].float().cpu()
         differences[name] = (gradient - expected[name]).norm().item() / max(expected[name].norm().item(), smallest)
-    name = max(differences, key=lambda x: differences[x])
-    return name, differences[name]
+    return max(differences.items(), key=lambda x: x[1])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.augment import augmentation_of
+from llava_mcore.data.encode.augment import Augmentation, augmentation_of
 from llava_mcore.data.encode.stored_tokens import log_origin
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.open_stream import check_streams, open_stream
@@ -99,13 +99,7 @@ class TrainLoader:
             pad_multiple=pad_multiple,
         )
 
-        def open_one(stream: int, num_streams: int, batch_size: int) -> Stream:
-            skips = Skips(stop_if_too_long=data.on_too_long == "error")
-            encoder = ChatTaskEncoder(
-                data, assets, skips, seed=seed, pad_multiple=pad_multiple, augmentation=augmentation
-            )
-            return open_stream(stream, num_streams, data, encoder, batch_size)
-
+        open_one = partial(_open_one, data, assets, augmentation, seed, pad_multiple)
         with reading(self.path, self._timeout):
             if self.num_streams is None:
                 num_samples = open_one(0, 1, 1).dataset.len_worker(0)
@@ -115,21 +109,16 @@ class TrainLoader:
             check_streams(streams, self.num_streams, leaves)
             if dp_rank == 0:
                 log_origin(leaves, assets.chat.fingerprint)
-                moving = [] if augmentation is None else augmentation.warnings
-                large = warnings_of_large_media(data, assets)
-                for warning in (*large, *warnings_of_ranks(self.num_streams, dp_size), *moving):
+                for warning in _warnings(data, assets, augmentation, self.num_streams, dp_size):
                     logger.warning(warning)
             counted = streams_to_count(self.num_streams, dp_rank, dp_size)
             num_batches = self._restore(streams, positions, counted)
         self._positions = {n: positions.get(n) for n in own_streams}
-        if self.num_streams % dp_size == 0:
-            turns = partial(Turns, num_batches)
-        else:  # other ranks take batches of the same streams
-            turns = partial(Turns, num_batches, dp_rank, dp_size)
+        # Other ranks take batches of the same streams, if these cannot be divided evenly.
+        shared = () if self.num_streams % dp_size == 0 else (dp_rank, dp_size)
+        turns = partial(Turns, num_batches, *shared)
         self._turns = turns()
-        buffer_bytes = (
-            micro_batch_size * _most_tiles(data, assets) * assets.plan.rows_per_tile * assets.images.num_bytes
-        )
+        buffer_bytes = micro_batch_size * _most_bytes(data, assets)
         self._sources = _serve(streams, turns, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False
         self._warnings = SampleWarnings(self.path, assets)
@@ -234,12 +223,41 @@ class TrainLoader:
             raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
 
 
+def _open_one(
+    data: DataConfig,
+    assets: Assets,
+    augmentation: Augmentation | None,
+    seed: int,
+    pad_multiple: int,
+    stream: int,
+    num_streams: int,
+    batch_size: int,
+) -> Stream:
+    """Open one of the streams that the data is divided into."""
+    skips = Skips(stop_if_too_long=data.on_too_long == "error")
+    encoder = ChatTaskEncoder(data, assets, skips, seed=seed, pad_multiple=pad_multiple, augmentation=augmentation)
+    return open_stream(stream, num_streams, data, encoder, batch_size)
+
+
+def _warnings(
+    data: DataConfig, assets: Assets, augmentation: Augmentation | None, num_streams: int, dp_size: int
+) -> list[str]:
+    """Return the warnings about the data that the first rank prints at the start."""
+    moving = [] if augmentation is None else augmentation.warnings
+    return [*warnings_of_large_media(data, assets), *warnings_of_ranks(num_streams, dp_size), *moving]
+
+
 def _most_tiles(data: DataConfig, assets: Assets) -> int:
     """Return the approximate maximum number of tiles of a sample or pack."""
     limit = data.seq_length // assets.plan.tokens_per_tile
     if data.max_media_tokens is not None:
         limit = min(limit, data.max_media_tokens // assets.plan.patches_per_tile)
     return limit
+
+
+def _most_bytes(data: DataConfig, assets: Assets) -> int:
+    """Return how many bytes the tiles of a sample have at most."""
+    return _most_tiles(data, assets) * assets.plan.rows_per_tile * assets.images.num_bytes
 
 
 def _serve(

@@ -17,28 +17,28 @@ OPERATIONS = "e2e/test_operations.py::test_sigterm_to_every_process_still_saves"
 RESUME = "e2e/test_resume.py::test_killed_and_resumed_equals_unbroken"
 RANDOM = "e2e/test_options.py::test_deterministic_runs_from_random_weights_are_equal"
 LAYOUT = "parallel/test_training.py::test_loss_curve_equals_one_process"
-MACHINES = "unit/test_slurm_launch.py::test_commands_of_one_and_many_machines"
-WITHOUT_SLURM = "unit/test_slurm_launch.py::test_without_slurm_flags_say_everything"
-JOB_STEP = "unit/test_slurm_launch.py::test_everything_comes_from_the_job_step"
-REACH = "unit/test_slurm_launch.py::test_interface_and_chosen_gpus_reach_the_workers"
-OPTIMIZER = "unit/test_flag_effects.py::test_optimizer"
-KERNELS = "unit/test_flag_effects.py::test_attention_kernels"
-TOKENS = "unit/test_flag_effects.py::test_token_ids"
-STAGE = "unit/test_config.py::test_stage_sets_what_is_not_given"
+MACHINES = "unit/launch/test_slurm_launch.py::test_commands_of_one_and_many_machines"
+WITHOUT_SLURM = "unit/launch/test_slurm_launch.py::test_without_slurm_flags_say_everything"
+JOB_STEP = "unit/launch/test_slurm_launch.py::test_everything_comes_from_the_job_step"
+REACH = "unit/launch/test_slurm_launch.py::test_interface_and_chosen_gpus_reach_the_workers"
+OPTIMIZER = "unit/config/test_flag_effects.py::test_optimizer"
+KERNELS = "unit/config/test_flag_effects.py::test_attention_kernels"
+TOKENS = "unit/config/test_flag_effects.py::test_token_ids"
+STAGE = "unit/config/test_config.py::test_stage_sets_what_is_not_given"
 
 # as typed -> the test of its effect
 FLAGS = {
     "-g 2": OPERATIONS,
-    "--gpus 2": "unit/test_train_launcher.py::test_what_the_machine_decides",
+    "--gpus 2": "unit/launch/test_train_launcher.py::test_what_the_machine_decides",
     "--gpu-ids 1,3": REACH,
     "--save": RANDOM,
     "--name abc": RESUME,
-    "--wandb": "unit/test_sinks.py::test_a_resumed_run_continues_its_logs",
+    "--wandb": "unit/training/test_sinks.py::test_a_resumed_run_continues_its_logs",
     "--log-interval 2": "e2e/test_operations.py::test_lines_of_the_chosen_interval",
     "--megatron-load-dir /m": RESUME,
     "--tokenizer-load-dir /t": "e2e/test_errors.py::test_a_folder_without_tokenizer",
     "--save-dir /s": RESUME,
-    "--sif-path /i.sif": "unit/test_launch.py::test_command_is_run_again_inside_the_image",
+    "--sif-path /i.sif": "unit/launch/test_launch.py::test_command_is_run_again_inside_the_image",
     "--save-optim": RESUME,
     "--load-optim": RESUME,
     "--init": RANDOM,
@@ -47,7 +47,7 @@ FLAGS = {
     "--skip-train-iteration-range 100-110 300-400": "parallel/test_faults.py::test_a_step_that_is_not_finite",
     "--tp 2": LAYOUT,
     "--pp 2": LAYOUT,
-    "--micro-batch-size 2": "unit/test_data_loader.py::test_batches_are_what_the_model_takes",
+    "--micro-batch-size 2": "unit/data/test_data_loader.py::test_batches_are_what_the_model_takes",
     "--global-batch-size 8": LAYOUT,
     "--num-workers 2": OPERATIONS,
     "--node 2": MACHINES,
@@ -58,30 +58,30 @@ FLAGS = {
     "--master-port 4001": MACHINES,
     "-p 4001": MACHINES,
     "--rdzv-port 4001": MACHINES,
-    "--backend gloo": "unit/test_train_launcher.py::test_what_is_given_is_kept",
+    "--backend gloo": "unit/launch/test_train_launcher.py::test_what_is_given_is_kept",
     "--interface eth1": REACH,
     "--dist-optim": OPTIMIZER,
-    "--dist-ckpt": "unit/test_config.py::test_what_is_always_so_is_accepted_and_said",
+    "--dist-ckpt": "unit/config/test_config.py::test_what_is_always_so_is_accepted_and_said",
     "--image-token-id 4": TOKENS,
     "--pad-token-id 0": TOKENS,
     "--freeze-lm": LAYOUT,
     "--stage 1": STAGE,
-    "--lang jp": "unit/test_chat_choice.py::test_the_language_picks_where_there_is_none",
+    "--lang jp": "unit/data/test_chat_choice.py::test_the_language_picks_where_there_is_none",
     "--lr 1e-4": OPTIMIZER,
     "--train-iters 9": RESUME,
     "--loss-scale 128": OPTIMIZER,
     "--adam-beta2 0.95": OPTIMIZER,
-    "--seq-length 64": "unit/test_rules.py::test_one_broken_rule_gives_one_message",
+    "--seq-length 64": "unit/config/test_rules.py::test_one_broken_rule_gives_one_message",
     "--slurm-job-id 7": JOB_STEP,
-    "--slurm-output-name /o.txt": "unit/test_slurm_launch.py::test_batch_file",
+    "--slurm-output-name /o.txt": "unit/launch/test_slurm_launch.py::test_batch_file",
     "--fp8": "gpu/test_transformer_engine.py::test_training",
     "--fused-attn": KERNELS,
     "--flash-attn": KERNELS,
-    "--no-add-class-token": "unit/test_rules.py::test_a_class_token_that_must_not_stay",
+    "--no-add-class-token": "unit/config/test_rules.py::test_a_class_token_that_must_not_stay",
     "--debug": "e2e/test_logs.py::test_debug_shows_the_first_batch_and_the_shapes_of_every_stage",
     "--deterministic": RANDOM,
-    "--alert-spike": "unit/test_faults.py::test_a_spike_and_the_range_it_suggests",
-    "--spike-thr 3": "unit/test_faults.py::test_a_spike_and_the_range_it_suggests",
+    "--alert-spike": "unit/training/test_faults.py::test_a_spike_and_the_range_it_suggests",
+    "--spike-thr 3": "unit/training/test_faults.py::test_a_spike_and_the_range_it_suggests",
 }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+import signal
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,17 @@ from typing import Any
 from llava_mcore.config.load import as_run_config, save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
+from llava_mcore.files.folder_lock import FolderLock
 from llava_mcore.files.text_files import naming
-from llava_mcore.launch import sbatch
+from llava_mcore.launch import slurm
 from llava_mcore.launch.nodes import Nodes, find_nodes
 from llava_mcore.launch.preflight import preflight, preflight_of_job, resolve
-from llava_mcore.launch.run_lock import RunLock
-from llava_mcore.launch.slurm import describe, read_job
+from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
 
 WORKER = "llava_mcore.launch.worker"
+LOCK_FILE = ".lock"
 
 
 def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
@@ -170,8 +173,8 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
         raise ConfigError(problems("The run cannot start", errors))
     if run.checkpoint.unsaved is not None:
         notes.append(run.checkpoint.unsaved)
-    text = sbatch.batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)
-    return BatchJob(run.run_dir / sbatch.FILE, text, tuple(notes))
+    text = batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)
+    return BatchJob(run.run_dir / BATCH_FILE, text, tuple(notes))
 
 
 def submit(job: BatchJob) -> str:
@@ -183,7 +186,7 @@ def submit(job: BatchJob) -> str:
     job.file.parent.mkdir(parents=True, exist_ok=True)
     with naming(job.file):
         job.file.write_text(job.text, encoding="utf-8")
-    return sbatch.submit(job.file)
+    return slurm.submit(job.file)
 
 
 def _count_gpus() -> int:
@@ -191,3 +194,63 @@ def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+class RunLock:
+    """The locks on a run's folders: two runs with the same name would overwrite each other's checkpoints and metrics.
+
+    The first node's launcher holds them; each node's holds those on its own disk.
+
+    The other nodes check whether the first node's run may start, and end with the same message if not.
+    """
+
+    def __init__(self, run: RunConfig, nodes: Nodes) -> None:
+        """The locks are acquired in `hold`."""
+        self._lost: list[str] = []
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        self._group = f"{nodes.run_id} {restarts} {nodes.master_addr}:{nodes.port}" if nodes.count > 1 else None
+        shared = [run.run_dir]
+        if run.checkpoint.non_persistent_dir is not None:
+            shared.append(run.non_persistent_dir)
+        own_files = [self._of(folder / LOCK_FILE) for folder in shared]
+        self._looked_at, self._held = ([], own_files) if nodes.rank == 0 else (own_files, [])
+        if run.checkpoint.non_persistent_local_dir is not None:
+            folder = run.checkpoint.non_persistent_local_dir / run.name
+            self._held.append(self._of(folder / f"{LOCK_FILE}-node{nodes.rank}"))
+
+    def _of(self, path: Path) -> FolderLock:
+        return FolderLock(
+            path,
+            activity=str(path.parent),
+            advice="wait for it or stop it, or give this run another --name",
+            group=self._group,
+            say=lambda line: print(line, flush=True),
+            lost=self._end,
+            job_has_ended=job_has_ended,
+        )
+
+    def _end(self, line: str) -> None:
+        self._lost.append(line)
+        os.kill(os.getpid(), signal.SIGQUIT)  # forwarded to torchrun, which ends all ranks
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the locks.
+
+        Raises:
+            FolderInUse: another run is in one of the folders.
+            ConfigError: a folder cannot be written to; or, at the end, another run has taken a lock over.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                for lock in self._looked_at:
+                    with naming(lock.path):
+                        lock.require_free()
+                for lock in self._held:
+                    with naming(lock.path):
+                        stack.enter_context(lock)
+            except OSError as error:
+                raise ConfigError(f"the run's folder cannot be written to: {error}") from error
+            yield
+        if self._lost:
+            raise ConfigError(f"{self._lost[0]}; this run was stopped")

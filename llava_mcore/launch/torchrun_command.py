@@ -6,8 +6,20 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from llava_mcore.launch.checkout import python_path
-from llava_mcore.launch.gpu_variables import ALLOCATOR, ALLOCATOR_NAMES, GRAPH_REGISTER, LAUNCH_QUEUES
 from llava_mcore.launch.nodes import ONE_MACHINE, Nodes
+
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables for torch's memory allocators: the current and the older name."""
+ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""The number of pictures, and so the size of tensors, differs from batch to batch: without expandable segments much of
+a GPU's memory is lost to fragmentation. Eight threads pin the host memory for saves in the background: one takes more
+than twice as long."""
+LAUNCH_QUEUES = ("CUDA_SCALE_LAUNCH_QUEUES", "4x")
+"""CUDA lets the host queue about a thousand kernels. The backward pass of a vision tower alone has as many short ones,
+after which the host would be late with the next forward pass."""
+GRAPH_REGISTER = ("NCCL_GRAPH_REGISTER", "0")
+"""Otherwise NCCL registers the memory of messages that CUDA graphs capture. megatron-core 0.19.2 refuses graphs with
+that and expandable segments, because of illegal memory accesses."""
 
 
 def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str], nodes: Nodes = ONE_MACHINE) -> list[str]:

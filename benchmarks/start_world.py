@@ -28,8 +28,7 @@ from llava_mcore.data.samples import Batch
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.media.batch_fields import PICTURE_FIELDS
 from llava_mcore.parallel.groups import Groups, initialize, wait_for_all
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving import state
 from llava_mcore.training.saving.state import LOADER_FOLDER, loader_file
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llava_mcore.adapters.adaptation import base_of
 from llava_mcore.adapters.adapter_record import holds_adapters
 from llava_mcore.check_data.show import in_words
@@ -26,20 +28,19 @@ from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
+from llava_mcore.log import warn_on_failure
 from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals
 from llava_mcore.training.answers.answerer import AnswerData
 from llava_mcore.training.assets import run_assets
-from llava_mcore.training.carried_folder import write_carried_folder, write_stop_token
-from llava_mcore.training.closing import warn_on_failure
-from llava_mcore.training.debug import ShowFirst, show_shapes_once
-from llava_mcore.training.determinism import make_deterministic
+from llava_mcore.training.diagnostics import ShowFirst, show_shapes_once
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.logs.start_times import StartTimes
+from llava_mcore.training.logs.reporter import StartTimes
+from llava_mcore.training.logs.run_record import adopt_ids
 from llava_mcore.training.loop import train
-from llava_mcore.training.run_ids import adopt_ids
+from llava_mcore.training.saving.hf_files import write_carried_folder, write_stop_token
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer, build_trainer
 from llava_mcore.training.stop import StopRules
@@ -257,3 +258,12 @@ def _show_first_step(trainer: Trainer, loader: TrainLoader | None, assets: Asset
     """Print the first batch as text, and the shapes in the model's first forward pass."""
     show_shapes_once(trainer)
     return None if loader is None or assets is None else ShowFirst(loader, in_words(assets))
+
+
+def make_deterministic() -> None:
+    """Allow deterministic kernels only. Call before CUDA starts; torch raises where no such kernel exists."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention; megatron-core insists on it
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

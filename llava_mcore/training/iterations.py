@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.parallel.on_device import DeviceEvent
 from llava_mcore.parallel.share import SharedStep
-from llava_mcore.training.batch_counts import StepCounts
-from llava_mcore.training.faults.not_finite import NotFinite
-from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import Fetched, MicroBatchLoader, ReadStep, RecordingLoader, fetch_step
+from llava_mcore.training.faults.bad_steps import NotFinite, explain_out_of_memory
+from llava_mcore.training.fetch import (
+    Fetched,
+    MicroBatchLoader,
+    ReadStep,
+    RecordingLoader,
+    SkipBudget,
+    StepCounts,
+    fetch_step,
+)
 from llava_mcore.training.logs.reporter import Reporter
 from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.saving.state import TrainingProgress

@@ -8,17 +8,16 @@ from pathlib import Path
 
 from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.log import warn_on_failure
 from llava_mcore.parallel.groups import wait_for_all
 from llava_mcore.parallel.together import raise_on_all_ranks, raise_together
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
-from llava_mcore.training.closing import warn_on_failure
+from llava_mcore.training.diagnostics import IterationProfiler
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import MicroBatchLoader
 from llava_mcore.training.iterations import Iterations
-from llava_mcore.training.logs.reporter import Reporter
-from llava_mcore.training.logs.start_times import StartTimes
-from llava_mcore.training.profiling import IterationProfiler
-from llava_mcore.training.saving.host_memory import steps_before_allocation
+from llava_mcore.training.logs.reporter import Reporter, StartTimes
+from llava_mcore.training.saving.pending import steps_before_allocation
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer

@@ -19,8 +19,8 @@ from llava_mcore.parallel.batch import HostBatch, fill_rows, without_loss
 from llava_mcore.parallel.groups import agree, sum_over_ranks
 from llava_mcore.parallel.random import kept_random_state
 from llava_mcore.parallel.share import share_step
-from llava_mcore.training.faults.skipped_samples import SkipBudget
 from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.training.fetch import SkipBudget
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import LOSS, forward_backward
 

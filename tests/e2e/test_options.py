@@ -16,7 +16,7 @@ from transformers import LlavaForConditionalGeneration
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.templates.named import family_format
-from llava_mcore.training.carried_folder import write_init_folder
+from llava_mcore.training.saving.hf_files import write_init_folder
 from tests.helpers.commands import read_metrics, run
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava

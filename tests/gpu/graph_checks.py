@@ -14,8 +14,7 @@ import torch
 from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import MicroBatchLoader, fetch_step
+from llava_mcore.training.fetch import MicroBatchLoader, SkipBudget, fetch_step
 from llava_mcore.training.graphs import model_graphs
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume

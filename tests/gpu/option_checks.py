@@ -11,9 +11,7 @@ from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
-from llava_mcore.training.batch_counts import LoadedBatch
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import MicroBatchLoader, fetch_step
+from llava_mcore.training.fetch import LoadedBatch, MicroBatchLoader, SkipBudget, fetch_step
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer

@@ -15,8 +15,7 @@ from llava_mcore.convert.logits_worker import given_media
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
 from llava_mcore.parallel.batch import longest_media
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.step import forward_backward
 from tests.helpers.batches import FakeLoader, PackedLoader
 from tests.parallel.checks import join, load_model, logits

@@ -25,19 +25,19 @@ from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, FileError, TrainingError
+from llava_mcore.log import warn_on_failure
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.parallel.groups import Groups, gather_to_all
 from llava_mcore.parallel.share import share_step
-from llava_mcore.training.closing import warn_on_failure
-from llava_mcore.training.determinism import make_deterministic
+from llava_mcore.training.assembly import make_deterministic
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.logs.metrics_file import FILE, JsonLinesWriter
+from llava_mcore.training.logs.reporter import StartTimes
 from llava_mcore.training.logs.sinks import Sinks
-from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.loop import train
+from llava_mcore.training.saving.pending import Writing
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import LOADER_FOLDER, TrainingProgress, loader_file, resume
-from llava_mcore.training.saving.writing import Writing
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.stop import StopRules
 from tests.helpers.batches import FakeBatch, FakeLoader, micro_batch

@@ -12,8 +12,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.setup import Trainer, build_trainer
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader, PackedLoader

@@ -1,21 +1,23 @@
-"""Reports of rank 0 about every iteration: metrics.jsonl, the console, warnings."""
+"""Reports of rank 0 about every iteration: metrics.jsonl, the console, warnings; and how long the start took."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
+import psutil
 import torch
 
 from llava_mcore.errors import os_error_text
+from llava_mcore.log import warn_on_failure
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.trainable import PARTS
-from llava_mcore.training.answers.example_table import write_answers
-from llava_mcore.training.answers.result import AnswersResult
-from llava_mcore.training.batch_counts import StepCounts
-from llava_mcore.training.closing import warn_on_failure
-from llava_mcore.training.faults.spikes import SpikeAlert
+from llava_mcore.training.answers.result import AnswersResult, write_answers
+from llava_mcore.training.faults.bad_steps import SpikeAlert
+from llava_mcore.training.fetch import StepCounts
 from llava_mcore.training.logs.metrics_file import (
     ANSWERS_FILE,
     VALIDATION_FILE,
@@ -25,7 +27,6 @@ from llava_mcore.training.logs.metrics_file import (
     named_values,
 )
 from llava_mcore.training.logs.sinks import Sinks
-from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import StepResult
@@ -205,3 +206,18 @@ def _trained_parts(trainer: Trainer) -> TrainedParts:
         vision_adapter=adapters["vision_model"],
         projection_adapter=adapters["vision_projection"],
     )
+
+
+class StartTimes:
+    """The phases from the start of this process to the end of its first iteration, the first of them its imports."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, float]] = [("imports", psutil.Process().create_time())]
+
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin the next."""
+        self._begun.append((phase, time.time()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of every phase, in order; the last one ends now."""
+        return {phase: ended - begun for (phase, begun), (_, ended) in pairwise([*self._begun, ("", time.time())])}

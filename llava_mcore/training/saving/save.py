@@ -39,12 +39,10 @@ from llava_mcore.models.trainable import alike
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import agree, gather_to_first, sum_over_ranks
 from llava_mcore.parallel.replicas import differing
-from llava_mcore.training.description import write_description
 from llava_mcore.training.logs.run_record import run_record
-from llava_mcore.training.saving.host_memory import allocate_in_background
-from llava_mcore.training.saving.save_log import SAVES, Saved
+from llava_mcore.training.saving.hf_files import write_description
+from llava_mcore.training.saving.pending import SAVES, Pending, Saved, Writing, allocate_in_background
 from llava_mcore.training.saving.state import LOADER_FOLDER, TrainingProgress, loader_file, state_to_save
-from llava_mcore.training.saving.writing import Pending, Writing
 from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)

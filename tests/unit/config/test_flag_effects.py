@@ -18,7 +18,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.training import setup
-from llava_mcore.training.debug import describe
+from llava_mcore.training.diagnostics import describe
 from llava_mcore.training.optimization import optimizer
 from tests.helpers.tiny_hf import make_hf_llava
 

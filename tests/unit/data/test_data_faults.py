@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
-from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.training.fetch import SkipBudget
 from tests.helpers.batches import FakeBatch
 from tests.unit.data.test_data_loader import check_batch, open_loader, take
 from tests.unit.data.test_data_shards import make_vqa, picture, prepare, select_shards, vqa_sample, write_shard

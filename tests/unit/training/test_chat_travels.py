@@ -23,7 +23,7 @@ from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.templates.named import NAMES
-from llava_mcore.training.carried_folder import write_carried_folder, write_stop_token
+from llava_mcore.training.saving.hf_files import write_carried_folder, write_stop_token
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import build_trainer

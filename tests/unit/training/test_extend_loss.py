@@ -15,8 +15,7 @@ from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.loss.terms import ChunkLogits
 from llava_mcore.parallel.groups import Groups, single_process
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.loss_terms import LOSS_TERMS, KnownTerm
 from llava_mcore.training.step import StepResult, train_step
 from tests.helpers.batches import FakeLoader

@@ -20,8 +20,7 @@ from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.named_sums import add_sum
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.metrics_file import DEVICE_SUMS, Metrics
-from llava_mcore.training.logs.reporter import HOST_METRICS, Reporter
-from llava_mcore.training.logs.start_times import StartTimes
+from llava_mcore.training.logs.reporter import HOST_METRICS, Reporter, StartTimes
 from llava_mcore.training.loss_terms import LOSS_TERMS, KnownTerm
 from llava_mcore.training.saving.state import TrainingProgress
 from tests.helpers.pages import blocks

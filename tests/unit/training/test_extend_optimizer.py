@@ -17,8 +17,7 @@ from llava_mcore.config.sections.optimizer import OptimizerConfig
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.groups import Groups, single_process
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
 from llava_mcore.training.optimization.optimizers import OPTIMIZERS, OptimizerKind
 from llava_mcore.training.setup import Trainer

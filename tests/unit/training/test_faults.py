@@ -19,8 +19,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.errors import ConfigError, TrainingError
-from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
-from llava_mcore.training.faults.spikes import MIN_LOSSES, WINDOW, SpikeAlert
+from llava_mcore.training.faults.bad_steps import MIN_LOSSES, WINDOW, SpikeAlert, explain_out_of_memory
 from llava_mcore.training.logs.run_record import git_revision, versions
 
 

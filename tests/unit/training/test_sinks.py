@@ -20,8 +20,8 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, FileError
 from llava_mcore.training.logs.metrics_file import Metrics, MetricsFile, read_lines
+from llava_mcore.training.logs.run_record import KEY, adopt_ids, read_ids, write_id
 from llava_mcore.training.logs.sinks import PLOT, Sinks, draw_losses
-from llava_mcore.training.run_ids import KEY, adopt_ids, read_ids, write_id
 from tests.helpers.mlflow_server import RUN_ID, MLflowServer
 
 FIRST = "time_to_first_iteration_seconds"

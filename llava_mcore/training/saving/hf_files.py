@@ -1,4 +1,7 @@
-"""The Hugging Face files that are stored in every checkpoint of a run, so that it can be exported."""
+"""Files of a checkpoint beside its state: those of Hugging Face, for its export, run.yaml and the adapter record.
+
+The Hugging Face files are written once, at the start of a run, and copied into each of its checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
+from llava_mcore.adapters.adapter_record import write_record
 from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint.checksums import of_folder
 from llava_mcore.checkpoint.choose_start import StartPoint
+from llava_mcore.checkpoint.layout import RUN_FILE
+from llava_mcore.config.load import save_run_config
 from llava_mcore.data.encode.assets import ALL_TOKENIZER_FILES
 from llava_mcore.data.encode.processors import PROCESSOR_FILES
 from llava_mcore.data.encode.text.template_file import write_chat_template
 from llava_mcore.data.encode.video_processor import VIDEO_FILE
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.companions import copy_companions, require_own_files
+from llava_mcore.files.companions import copy_companions, is_weight_file, require_own_files
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.weight_files import SINGLE, has_weights
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.tied_weights import settle_ties, write_ties
+from llava_mcore.training.setup import Trainer
 
 GENERATION_FILE = "generation_config.json"
 _DTYPE = "F32"
@@ -126,3 +134,27 @@ def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> T
     if "norm" in name and len(shape) == 1:
         return torch.ones(shape)
     return 0.02 * torch.randn(shape, generator=generator)
+
+
+def write_description(trainer: Trainer, checkpoint: Path, hf_source: Path) -> dict[str, str]:
+    """Write these files into a checkpoint; return checksums of the Hugging Face files, by path relative to it.
+
+    Args:
+        hf_source: folder of these files.
+    """
+    hf, adapter_setup = layout.hf_folder(checkpoint), trainer.adapter_setup
+    shutil.copytree(hf_source, hf, ignore=_without_weights if adapter_setup is None else _without_tensors)
+    save_run_config(trainer.run, checkpoint / RUN_FILE)
+    if adapter_setup is not None:
+        write_record(checkpoint, adapter_setup.base, adapter_setup.plans, adapter_setup.layers)
+    return {f"{hf.name}/{name}": text for name, text in of_folder(hf, {})["files"].items()}
+
+
+def _without_weights(folder: str, names: list[str]) -> list[str]:
+    """Return the weight files, which are not copied when a run started from a Hugging Face folder."""
+    return [name for name in _without_tensors(folder, names) if name != layout.UNUSED]
+
+
+def _without_tensors(folder: str, names: list[str]) -> list[str]:
+    """Return all files of tensors: none is copied beside an adapter, whose base has them."""
+    return [name for name in names if is_weight_file(Path(name))]

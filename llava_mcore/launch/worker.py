@@ -60,9 +60,10 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
         skip_unused_imports(*(name for name, is_on in logs.items() if not is_on))  # megatron-core's timers import them
         # Heavy imports come after the first lines on the console.
         with imports_without_collections():
-            from llava_mcore.training.assembly import run_worker
+            from llava_mcore.training.assembly import assembled
 
-        finished = run_worker(run, signals, started)
+        with assembled(run, signals, started) as loop:
+            finished = loop.run()
     except LlavaMcoreError as error:
         if rank == 0 or not error.on_all_ranks:
             print(f"error: {error}", file=sys.stderr, flush=True)

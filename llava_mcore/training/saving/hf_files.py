@@ -22,7 +22,10 @@ from llava_mcore.checkpoint.checksums import of_folder
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.config.load import save_run_config
-from llava_mcore.data.encode.assets import ALL_TOKENIZER_FILES
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.data import PixelRange
+from llava_mcore.data.encode.assets import ALL_TOKENIZER_FILES, Assets
+from llava_mcore.data.encode.pixel_range import FRAMES, PICTURES, write_pixel_range
 from llava_mcore.data.encode.processors import PROCESSOR_FILES
 from llava_mcore.data.encode.text.template_file import write_chat_template
 from llava_mcore.data.encode.video_processor import VIDEO_FILE
@@ -35,10 +38,32 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.tied_weights import settle_ties, write_ties
+from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.setup import Trainer
 
 GENERATION_FILE = "generation_config.json"
 _DTYPE = "F32"
+
+
+def carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: Assets | None) -> Path:
+    """Return the folder of Hugging Face files for the run's checkpoints; rank 0 writes it."""
+    if not run.checkpoint.saves or groups.rank != 0:
+        return start.hf_dir
+    assert assets is not None, "rank 0 loads data"
+    target = run.run_dir / "hf"
+    write_carried_folder(
+        start,
+        target,
+        seed=run.training.seed,
+        chat_template=assets.chat.template,
+        tokenizer_dir=run.checkpoint.hf_dir,
+    )
+    write_stop_token(target, assets.eos_token_id)
+    if run.data.pixels != PixelRange():
+        write_pixel_range(target, assets.pixels, PICTURES)
+    if run.data.video_pixels != PixelRange():
+        write_pixel_range(target, assets.video_pixels, FRAMES)
+    return target
 
 
 def write_carried_folder(

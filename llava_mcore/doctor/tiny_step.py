@@ -106,13 +106,9 @@ def _all_reduce_is_right(groups: Groups) -> bool:
 def _config() -> LlavaConfig:
     """Return a LLaVA of CLIP and Llama with a few thousand weights per matrix."""
     vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        patch_size=_PATCH,
-        image_size=_SIDE,
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        patch_size=_PATCH, image_size=_SIDE,
+    )  # fmt: skip
     text = LlamaConfig(
         hidden_size=128,
         intermediate_size=256,
@@ -211,12 +207,14 @@ def _compare(
     impl: Implementation,
 ) -> Comparison:
     """Train one step from transformers' weights, and compare loss and gradients; a collective call."""
+    # A trainer with the same weights as the model of transformers.
     trainer = _trainer(groups, folder, precision, impl)
     expected = _parts(groups, reference.weights())
     with torch.no_grad():
         for name, parameter in whole_names(trainer.models[0]).items():
             parameter.copy_(expected[name])
     trainer.optimizer.reload_model_params()  # the fp32 copies of lower precision
+    # One step, and the gradients that it has left.
     step = _shared_step(groups, batch)
     result = train_step(
         groups, trainer.chunks, trainer.optimizer, trainer.scheduler, step, len(batch.input_ids)

@@ -71,10 +71,12 @@ def preflight(
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
     from llava_mcore.training.assets import run_assets
 
+    # The machine: its GPUs, packages and network.
     errors: list[str] = check_devices(run.launch.num_gpus, gpu_count)
     if not in_image:
         errors += _missing_libraries(run)
     errors += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
+    # The checkpoint to start from, and its model.
     dims: ModelDims | None = None
     source = ""
     with collecting(errors):
@@ -86,6 +88,7 @@ def preflight(
         dims = model_dims(hf)
         if start.checkpoint is not None:
             adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    # The data, and what is done with it.
     with collecting(errors):
         check_dataset(run.data.path)
         if run.validation.eval_interval is not None or run.validation.eval_generate is not None:
@@ -94,6 +97,7 @@ def preflight(
         check_choice(run.data.chat_template)
     with collecting(errors):
         Augmentation(run.data.augment)
+    # Tokenizer and processors, once everything that they are read from is right.
     if dims is not None and not errors:
         with collecting(errors), _without_messages():
             assets = run_assets(run, start.hf_dir)
@@ -114,10 +118,12 @@ def preflight_of_job(
     assert run.launch.sif_path is not None
     with collecting(errors):
         require_image(run.launch.sif_path)
+    # All checks of a run, where this machine has the libraries for them.
     try:
         return [*errors, *preflight(run, world_size, gpu_count, typed, in_image=True)], []
     except ModuleNotFoundError as error:
         package = error.name
+    # Else only whether the folders exist, and the rules that need no model.
     folders = {
         "--megatron-load-dir": run.checkpoint.load,
         "--data-path": run.data.path,

@@ -176,6 +176,7 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
         further = shlex.split(launch.sbatch_options or "")
     except ValueError as error:
         raise ConfigError(f"--sbatch-options {launch.sbatch_options}: an unclosed quote") from error
+    # One task per node: run.py starts the ranks of its node. It is asked to save some time before the limit.
     output = launch.slurm_output_name or str(run_dir).replace("%", "%%") + "/slurm-%j.out"  # %j: the job's id
     options = [
         f"--job-name={name}",
@@ -188,6 +189,7 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
         f"--signal=B:USR1@{SECONDS_BEFORE_LIMIT}",
         *further,
     ]
+    # sbatch reads these lines with rules of its own, not the shell's.
     errors = [
         f"{option!r}: {match[0]!r} is not allowed there; choose a name, a folder or an option without it"
         for option in options
@@ -195,6 +197,7 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
     ]
     if errors:
         raise ConfigError(problems("The job's #SBATCH lines cannot be written", errors))
+    # Each node runs the same command line, through a script that passes the signal on and requeues the job.
     command = [sys.executable, str(REPOSITORY / "scripts" / "train" / "run.py"), *arguments]
     on_nodes = shlex.join(["bash", str(REPOSITORY / "scripts" / "slurm" / "on_each_node.sh"), *command])
     return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_quoted(text)}" for text in options), f"exec {on_nodes}\n"])

@@ -108,6 +108,7 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         ConfigError: a folder cannot be written to; or, at the end, another run has taken it over.
     """
     run = launch.run
+    # The environment of the workers, with defaults for what the user has not set.
     environment = worker_env(
         os.environ,
         run.launch.num_gpus,
@@ -116,9 +117,11 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         interface=run.launch.interface,
         gpu_ids=run.launch.chosen_gpus,
     )
+    # From here on no other run may use the folders. The workers read run.yaml.
     with RunLock(run, launch.nodes).hold():
         with naming(launch.config_file):
             save_run_config(run, launch.config_file)
+        # What a user wants to know before the first iteration.
         for notice in notices:
             print(notice, flush=True)
         print(launch.layout, flush=True)

@@ -65,16 +65,19 @@ def worker_env(
     On the CPU the ranks share the cores; with a GPU one thread is enough, and torchrun warns if it is not set.
     `gpu_ids` are indices of the GPUs that `environ` shows; empty means all.
     """
+    # What holds on every machine: threads, and a package that can be imported.
     threads = 1 if device_available else max(1, cpu_cores // num_processes)
     env = {"OMP_NUM_THREADS": str(threads), **environ}
     path = python_path(environ.get("PYTHONPATH"))
     if path is not None:
         env["PYTHONPATH"] = path
+    # Settings for GPUs, of which the reasons are at the top of this file.
     if device_available:
         env.setdefault(*LAUNCH_QUEUES)
         env.setdefault(*GRAPH_REGISTER)
         if not any(name in environ for name in ALLOCATOR_NAMES):
             env[ALLOCATOR_NAMES[0]] = ALLOCATOR
+    # Choices of the user: network interface and GPUs.
     if interface is not None:
         env |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     if gpu_ids:

@@ -62,6 +62,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, prog
             unblocks them when it is ready, and it is killed if we are; another command gets SIGTERM then. If the
             command is killed, a message says so.
     """
+    # A signal may come before there is a child: it is kept for it.
     pending: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
@@ -72,6 +73,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, prog
             child.send_signal(signal_number)
 
     before = {signal_number: signal.signal(signal_number, forward) for signal_number in FORWARDED}
+    # The command ends with us, however we end.
     signal_number = signal.SIGKILL if program else signal.SIGTERM
     command = tied_command(argv, signal_number, held=program is not None)
     try:
@@ -87,6 +89,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, prog
     finally:
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
+    # A shell reports signals as codes above 128.
     if code < 0 and program is not None:
         print(f"error: {program} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return code if code >= 0 else 128 - code

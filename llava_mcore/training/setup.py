@@ -104,22 +104,26 @@ def build_trainer(
     Args:
         begin: called with the name of each phase.
     """
+    # What the model is, which of its parameters are trained, and this rank's part of it.
     begin("building the model")
     hf, adapter_setup = raise_together(groups, lambda: _read_model(run, start))
     trained = trained_parameters(hf, run.model) if adapter_setup is None else adapter_setup.trained
     models = raise_together(groups, lambda: build_models(run, groups, hf, trained, initialize=start.checkpoint is None))
+    # The weights of the checkpoint; with adapters those of the base, then the adapters.
     begin("loading the weights")
     if adapter_setup is not None:
         quantize, seed = run.adapter.quantize, run.training.seed
         load_adapted(models, adapter_setup, groups, quantize=quantize, multiplies_in_fp8=run.training.fp8, seed=seed)
     elif start.checkpoint is not None:
         load_checkpoint(models, start.checkpoint, groups)
+    # Data parallelism, optimizer and schedule.
     begin("building the optimizer")
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
     chunks = raise_together(
         groups, lambda: [data_parallel(run, groups, x, buckets=i == 0) for i, x in enumerate(models)]
     )
     optimizer, scheduler = raise_together(groups, lambda: _build_optimizer(run, models, chunks))
+    # From here on, data-parallel ranks draw different dropout masks.
     seed_replicas(run.training.seed)
     _log_parts(models, groups)
     trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
@@ -175,6 +179,7 @@ def load_adapted(
     seed: int,
 ) -> None:
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
+    # The base first: what is quantized are its weights.
     load_checkpoint(models, adapter_setup.base.folder, groups)
     if quantize != "none" and multiplies_in_fp8:
         raise_together(groups, lambda: multiply_in_fp8(models, adapter_setup.layers))
@@ -196,6 +201,7 @@ def load_adapted(
                 load_peft_folder(models, adapter_setup.folders[plan.name], plan, adapter_setup.layers, groups)
 
     raise_together(groups, attach)
+    # Adapters that a run has saved, if it starts from such a checkpoint.
     checkpoint = adapter_setup.checkpoint
     if checkpoint is not None:
         raise_together(groups, lambda: load_adapters(models, checkpoint, adapter_setup.own_names, groups.rank))
@@ -209,6 +215,7 @@ def build_models(
     Args:
         trained: for every parameter of the whole model, whether it is trained.
     """
+    # One model, or the chunks of an interleaved pipeline. Only the first has the tower, only the last the loss.
     options = model_options(run, groups, hf, initialize=initialize)
     num_virtual = options.stages.virtual
     set_virtual_stages(num_virtual)
@@ -222,6 +229,7 @@ def build_models(
         )
         for i in range(num_virtual or 1)
     ]
+    # What depends on the run, and not on the model alone.
     for model in models:
         set_trained(model, trained)
         if options.transformer_impl == "transformer_engine":

@@ -119,14 +119,17 @@ def train_step(
         only_if_finite: keep the weights as they were if loss or gradient norm are not finite. The host waits for both
             before the update. It does so for fp16 too, whose loss scaler decides on the update.
     """
+    # Shapes that the last step ran without a graph get theirs; gradients begin at zero.
     for part in graphs:
         part.capture()
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    # Gradients of all micro-batches, and the sums of their losses. Nothing waits for the device.
     reports = forward_backward(chunks, batches)
     lr = scheduler.get_lr({})
     sums = _StepSums(groups, reports)
+    # The update, and with it the schedule.
     norm: Tensor | float | None
     if only_if_finite:
         updated, norm = update_unless(optimizer, lambda norm: not (sums.is_finite() and math.isfinite(norm)))

@@ -63,6 +63,7 @@ class Questions:
         Raises:
             DataError: the data is not prepared, or does not have this part.
         """
+        # Samples are encoded as in training.
         self.path, self.every_answer = path, every_answer
         check_dataset(path, split)
         self._skips = Skips(stop_if_too_long=False)
@@ -70,6 +71,7 @@ class Questions:
         self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=seed)
         with reading(path, data.timeout):
             self._datasets = open_datasets(path, self._encoder, self._on_decode_error, split=split)
+        # The chosen samples do not depend on the seed: they are spread evenly over all datasets.
         total = sum(data.num_samples for data in self._datasets)
         if not total:
             raise DataError(f"the part {split} of {path} has no samples")

@@ -94,8 +94,10 @@ class Reporter:
         """
         if self.file is None:
             return
+        # Of the schedule's rates, those of trained parts.
         rates = {part: rate for part, rate in rates.items() if part in self.trainer.trained_parts}
         metrics = self._metrics(progress, counts, result, sums, {} if result is None else rates, waited, seconds)
+        # How long the start took, once.
         if metrics.start_seconds is not None:
             self.is_first = False
             logger.info(
@@ -103,9 +105,11 @@ class Reporter:
                 metrics.time_to_first_iteration_seconds,
                 ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in metrics.start_seconds.items()),
             )
+        # The file first: without it the run ends, while a sink is only a copy.
         self._write(self.file, metrics.record())
         if self.sinks is not None:
             self.sinks.step(metrics)
+        # The console, and a warning about an unusual loss.
         run = self.trainer.run
         if progress.iteration % run.logging.log_interval == 0:
             logger.info(metrics.line(run.training.num_iterations, self.trainer.groups.world_size))
@@ -158,11 +162,13 @@ class Reporter:
         seconds: float,
     ) -> Metrics:
         groups = self.trainer.groups
+        # Model FLOPs of what the batch contained; none if it was not trained on.
         num_trained = None if result is None else result.num_trained_tokens
         workload = Workload(counts.num_tokens, counts.num_pairs, counts.media, num_trained)
         flops = 0 if result is None else model_flops(self.trainer.hf, workload, self.trained).total
         on_gpu = groups.device.type == "cuda"
         start = self.times.seconds() if self.is_first else None
+        # Named sums of which `Metrics` has fields, all others, and metrics that are computed here.
         own_fields, others = named_values(sums)
         others |= {name: metric(counts, result, seconds) for name, metric in HOST_METRICS.items()}
         return Metrics(

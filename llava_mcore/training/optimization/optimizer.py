@@ -91,6 +91,7 @@ def overlaps_param_gather(run: RunConfig) -> bool:
 def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Build the run's optimizer, plain or distributed over data-parallel ranks."""
     options, kind = run.optimizer, OPTIMIZERS[run.optimizer.name]
+    # Options that the optimizer or this machine does not have.
     if run.parallel.use_distributed_optimizer and not kind.can_be_distributed:
         raise ConfigError(f"megatron-core does not distribute {options.name}: omit --dist-optim, or choose another one")
     if options.use_precision_aware_optimizer and not HAVE_TE:
@@ -98,6 +99,7 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
             "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or omit "
             "the option"
         )
+    # The settings of every optimizer, then those of this one. Learning rates of parts are in the overrides.
     config = OptimizerConfig(
         lr=options.lr,
         min_lr=options.min_lr,

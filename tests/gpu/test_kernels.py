@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from llava_mcore.models.attention import SDPAttention
-from llava_mcore.models.loss.chunk_loss import log_sum_and_target, torch_gradients
+from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
 from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
 
 pytestmark = pytest.mark.gpu

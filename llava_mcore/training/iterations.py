@@ -1,4 +1,4 @@
-"""Iterations: read a global batch, launch the training on it, and report the result while the next one is computed."""
+"""Iterations: the batch of each is read and counted, and its result is reported while the next one is computed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 class _Launched:
     """An iteration whose result has not been read.
 
-    step: None if its batch was not trained on. read: what this rank has read for it; None if it reads no data. sums:
-    those of the loader.
+    step: None if its batch was not trained on. read: what this rank has read for it; None if it reads no data.
+    sums: those of the loader.
     began: before its batch was read. waited: seconds for which the device had no work because of the batch.
     """
 

@@ -8,6 +8,7 @@ Three ways are told apart:
 """
 
 import atexit
+import inspect
 import json
 import os
 import subprocess
@@ -41,7 +42,7 @@ def started(code: CodeType, offset: int) -> object:
     path, name = code.co_filename, code.co_name
     if not path.startswith(PACKAGE):
         return sys.monitoring.DISABLE
-    if name == "<module>":
+    if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or a class
         return None
     part = path.removeprefix(PACKAGE).split(os.sep)[0]
     if KIND == "import":

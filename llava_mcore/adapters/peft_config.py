@@ -18,7 +18,7 @@ from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.peft_tensors import LORA_A, WEIGHTS, misfits, names_in_folder, open_weights
 from llava_mcore.adapters.targets import LoraSettings
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 
 logger = logging.getLogger(__name__)
 

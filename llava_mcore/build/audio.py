@@ -35,7 +35,7 @@ from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import ModelSource, check_loaded, find_source, reading, require_clear_weights
 from llava_mcore.build.write_folder import Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.hf_folder import require_absent
+from llava_mcore.files.atomic import require_absent
 from llava_mcore.media.clip_plan import AudioPlan, check_extractor
 from llava_mcore.models.audio.qwen2_audio import Qwen2AudioTower
 from llava_mcore.templates.named import SOUND_TOKENS

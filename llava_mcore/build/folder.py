@@ -27,7 +27,7 @@ from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import ModelSource, find_source
 from llava_mcore.build.write_folder import PROBE, Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.hf_folder import require_absent
+from llava_mcore.files.atomic import require_absent
 from llava_mcore.media.media import Processing, Size, VideoShape
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
 from llava_mcore.models.vision.geometry import image_side

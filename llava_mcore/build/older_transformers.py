@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.files.companions import CONFIG
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.hf_files import CONFIG
+from llava_mcore.files.regular import read_object
 
 README = "README.md"
 _OWN_KEYS = ("rope_theta", "partial_rotary_factor")

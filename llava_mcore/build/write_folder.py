@@ -19,7 +19,7 @@ from llava_mcore.build import language
 from llava_mcore.build.older_transformers import describe_for_older
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.errors import ConfigError, ConversionError
-from llava_mcore.files.hf_folder import locked, partial_sibling, publish
+from llava_mcore.files.atomic import locked, partial_sibling, publish
 
 PROBE = "How many of the 12 houses, 家, are red?  3."
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB)")

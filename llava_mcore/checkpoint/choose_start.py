@@ -15,7 +15,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
 from llava_mcore.config.sections.checkpoint import CheckpointConfig
 from llava_mcore.errors import CheckpointError, ConfigError, problems
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 
 _START_AGAIN = "; to start again, delete it or give another --name"
 

@@ -20,7 +20,7 @@ from typing import Any
 from llava_mcore.config.schema import NON_PERSISTENT
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.atomic import sync
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNUSED = "unused.safetensors"

@@ -36,7 +36,7 @@ from llava_mcore.checkpoint.dist import fill_model, model_state, without_absent_
 from llava_mcore.checkpoint.sharded import convert_data, sharded_tensors
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import sync
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.groups import Groups, agree, gather_to_first
 

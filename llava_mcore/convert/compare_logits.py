@@ -31,7 +31,7 @@ from llava_mcore.convert.logits_worker import run_rank
 from llava_mcore.data.encode.images import decode_image
 from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libraries, sound_length
 from llava_mcore.errors import ConversionError, DataError, problems
-from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.media.audio_lengths import frames_kept
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
@@ -103,7 +103,7 @@ def compare_logits(
             ranks cannot divide every layer.
         CheckpointError: the parallel model could not run.
     """
-    folder = hf_files.HfFolder.open(hf_dir)
+    folder = HfFolder.open(hf_dir)
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
     hf = load_hf_config(hf_dir)
     settle_ties(hf, folder)
@@ -242,7 +242,7 @@ def _report(
     difference: float,
     largest: float,
     wrong: list[tuple[str, float]],
-    folder: hf_files.HfFolder,
+    folder: HfFolder,
     checkpoint: Path,
     hf_dir: Path,
 ) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.files.folder_lock import FolderLock
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.launch.nodes import Nodes
 from llava_mcore.launch.slurm import job_has_ended
 

@@ -10,7 +10,7 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import of_folder
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.config.load import save_run_config
-from llava_mcore.files.companions import is_weight_file
+from llava_mcore.files.hf_files import is_weight_file
 from llava_mcore.training.setup import Trainer
 
 

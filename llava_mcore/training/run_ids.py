@@ -7,8 +7,7 @@ from pathlib import Path
 
 from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.errors import FileError
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.text_files import naming, read_text
+from llava_mcore.files.regular import naming, read_object, read_text
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from llava_mcore.convert.io.import_jobs import EntryWrite, TensorChunk
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.tensor_bytes import TensorAt
-from llava_mcore.weights.sharding import Shard
 from llava_mcore.weights.slices import Shape, TensorSlice
-from llava_mcore.weights.table import MappingTable
+from llava_mcore.weights.table import MappingTable, Shard
 
 SharedState = dict[str, Any]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_mcore.files.atomic import move, write_synced
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.inference.evaluation.metrics import Answered, score
 from llava_mcore.inference.evaluation.tasks import TaskResult
 from llava_mcore.inference.generation.records import Record

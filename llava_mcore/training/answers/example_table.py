@@ -11,7 +11,7 @@ from pathlib import Path
 from llava_mcore.data.encode.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import DataError
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.training.answers.result import AnswersResult, Example
 
 FOLDER = "answers"

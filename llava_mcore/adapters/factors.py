@@ -83,6 +83,7 @@ def new_factors(
         seed: text that identifies this layer.
         magnitudes: norms of the rows of these blocks for DoRA; empty without it.
     """
+    # All of A is drawn, so that the numbers do not depend on the layout; a rank keeps its columns.
     num_local = weight.shape[1]
     num_inputs = num_local * division.tp_size if division.is_row_parallel else num_local
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
@@ -91,10 +92,12 @@ def new_factors(
     full = F.pad(full, (0, num_inputs - inputs))
     if division.is_row_parallel:
         full = full[:, division.tp_rank * num_local :][:, :num_local]
+    # B is zero. On the meta device there is no norm to start from.
     device = torch.device("cpu") if weight.is_meta else weight.device
     A = Parameter(full.to(device, weight.dtype))
     B = [Parameter(torch.zeros(num_rows, lora_rank, dtype=weight.dtype, device=device)) for num_rows in rows]
     lengths = [Parameter(torch.zeros_like(x, device=device) if x.is_meta else x.to(weight.dtype)) for x in magnitudes]
+    # Marks for gradients and checkpoints: which dim the ranks divide.
     outputs = None if division.is_row_parallel else 0
     _mark(A, 1 if division.is_row_parallel else None, division)
     for parameter in (*B, *lengths):

@@ -50,11 +50,13 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
     Raises:
         ConfigError: lists every name that no layer has, and layers that cannot be adapted.
     """
+    # Modules that are trained in full; their layers get no adapter.
     errors: list[str] = []
     saved = {name: tuple(_matching(name, layers.module_names)) for name in adapter.modules_to_save}
     errors += [_unknown_module(name, layers) for name, modules in saved.items() if not modules]
     modules = tuple(dict.fromkeys(module for matching in saved.values() for module in matching))
     errors += _tied(modules, layers)
+    # Layers by target, each with the rank of its part.
     of_parts = {
         "language_model": adapter.r,
         "vision_model": adapter.vision_r,
@@ -68,6 +70,7 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
         if not with_lora_rank:
             errors.append(_nothing_to_adapt(target, free, layers))
         chosen |= with_lora_rank
+    # A rank without any layer would have no effect.
     for part, lora_rank in of_parts.items():
         if not errors and lora_rank is not None and not any(layers.members[name].part == part for name in chosen):
             errors.append(

@@ -49,6 +49,7 @@ def _power_of_two(value: float) -> float | None:
 
 def vllm_problems(config: Mapping[str, Any]) -> list[str]:
     """Return what vLLM refuses of an adapter, or computes differently than PEFT. `config`: its adapter_config.json."""
+    # Other kinds, and settings that vLLM does not know.
     if config.get("peft_type") != "LORA":
         return [f"it is {config.get('peft_type')} (peft_type), and vLLM computes LORA only"]
     errors = [
@@ -61,6 +62,7 @@ def vllm_problems(config: Mapping[str, Any]) -> list[str]:
             f"init_lora_weights = {config['init_lora_weights']!r} changes the model's own weights, and vLLM uses them "
             "unchanged"
         )
+    # What vLLM knows and refuses, or leaves out.
     if config.get("use_dora"):
         errors.append("it is DoRA (use_dora), which vLLM refuses")
     if config.get("modules_to_save"):
@@ -68,6 +70,7 @@ def vllm_problems(config: Mapping[str, Any]) -> list[str]:
         errors.append(f"{modules} were trained in full (modules_to_save), which vLLM refuses")
     if config.get("bias", "none") != "none":
         errors.append(f"biases were trained (bias = {config['bias']!r}), which vLLM does not read")
+    # Limits of rank and scale.
     if vllm_rank(config) > _LORA_RANKS[-1]:
         errors.append(f"its rank is {vllm_rank(config)}, and vLLM's --max-lora-rank is at most {_LORA_RANKS[-1]}")
     scales = _scales(config)

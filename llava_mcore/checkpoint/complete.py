@@ -59,6 +59,7 @@ def newest_complete(
     Raises:
         CheckpointError: there are checkpoints, but none of them can be used.
     """
+    # The tracker, if it can be read, is the upper limit.
     passed_over: list[str] = []
     limit = None
     try:
@@ -68,6 +69,7 @@ def newest_complete(
     complete = iterations(root)
     if limit is not None and limit not in complete:
         passed_over.append(f"{root / TRACKER} names iteration {limit}: {iteration_folder(root, limit)} is missing")
+    # From the newest backwards, to the first complete one.
     for iteration in reversed(complete):
         folder = iteration_folder(root, iteration)
         problem = damaged.get(folder) or incomplete(folder)
@@ -76,6 +78,7 @@ def newest_complete(
         if problem is None:
             return Choice(folder, iteration, tuple(passed_over))
         passed_over.append(f"{folder}: {problem}")
+    # There is none: an empty folder is a new run, anything else an error.
     if not passed_over:
         return None
     raise CheckpointError(problems(f"{root} has no complete checkpoint{instead}", passed_over))

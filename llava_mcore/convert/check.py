@@ -51,6 +51,7 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
         CheckpointError: it is not a readable checkpoint of this model.
         ConversionError: lists every tensor that differs.
     """
+    # Both sides, by names and shapes.
     checkpoint, iteration = layout.latest_readable(megatron_dir)
     if holds_adapters(checkpoint):
         raise CheckpointError(
@@ -61,6 +62,7 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
     infos, manifest = side.infos, read_manifest(side.files)
     cast = None if manifest is None or manifest.dtype is None else getattr(torch, manifest.dtype)
     folder = HfFolder.open(hf_dir)
+    # Names first, then values, one tensor at a time.
     differences = [f"{name}: only in {hf_dir}" for name in sorted(folder.tensors.keys() - infos.keys())]
     differences += [f"{name}: only in {checkpoint}" for name in sorted(infos.keys() - folder.tensors.keys())]
     with single_process():
@@ -72,6 +74,7 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
                 differences += _difference(name, megatron_tensor, hf_tensor if keeps_dtype else hf_tensor.to(cast))
     if differences:
         raise ConversionError(problems(f"iteration {iteration} of {megatron_dir} is not {hf_dir}", differences))
+    # The summary, for a user.
     after = "" if cast is None else f" after a cast to {cast}"
     return (
         f"{megatron_dir}: iteration {iteration} equals {hf_dir} bit for bit{after} "

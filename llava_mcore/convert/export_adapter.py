@@ -77,11 +77,13 @@ def write_peft_folder(
     Raises:
         ConversionError: no adapter of that name, or nothing says what the base model is.
     """
+    # The tensors, scaled so that vLLM computes the same where that changes no bits.
     plan, base = adapters.plan(options.adapter), options.base_model or _imported(adapters.base, checkpoint)
     dtype = options.dtype or adapters.dtype
     written, factors = with_one_scale(plan, may_change_b=dtype != torch.float16)  # where small numbers lose bits
     tensors = {key: x.to(dtype) for key, x in adapters.peft_tensors(plan, factors).items()}
     file = plan_file(Path(WEIGHTS), {key: (x.dtype, tuple(x.shape)) for key, x in tensors.items()})
+    # Weights, config and tokenizer; the folder appears when all are there and verified.
     with written_beside(target, num_bytes=file.size, activity="the export") as partial:
         write_tensors(file.moved_to(partial / WEIGHTS), tensors.items())
         write_config(partial, written, adapters.layers, base, architecture_of(adapters.hf).model_class)

@@ -78,9 +78,11 @@ def export_hf(
     Raises:
         CheckpointError, ConversionError, ConfigError: nothing was written, or it was removed again.
     """
+    # What is read, and whether its adapters go with the options.
     require_absent(Path(hf_dir), activity="the export")
     checkpoint, iteration = layout.latest_readable(Path(megatron_dir))
     check_adapter_options(checkpoint, merge=merge, adapter=adapter, base_dir=base_dir, base_model=base_model)
+    # How it is written.
     how = _FolderExport(
         tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify
     )
@@ -131,6 +133,7 @@ def _export(
         say: called with lines for the user.
         is_import: whether the checkpoint was imported, not trained.
     """
+    # 1. Adapters: written alone, or merged into the weights that they belong to.
     adapters, base, companions = None, checkpoint, None
     if holds_adapters(checkpoint):
         verified(checkpoint)
@@ -139,12 +142,14 @@ def _export(
             write_peft_folder(adapters, checkpoint, hf_dir, peft, verify=how.verify, say=say)
             return
         base, companions = adapters.base.found_at(base_dir), layout.hf_folder(checkpoint)
+    # 2. Everything is planned from metadata: files, sizes and what is copied.
     side = _hf_side(base, how.hf_config, tp=how.tp, pp=how.pp)
     copied = model_companions(companions or side.files, how.tokenizer_dir)
     with single_process():
         weights = CheckpointWeights(side, base, how.tp)
     files = planned_files(weights, how.dtype, how.max_shard_size)
     room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in copied.values())
+    # 3. Weights are written and, if wanted, read back.
     verified(base)
     with written_beside(hf_dir, num_bytes=room, activity="the export") as target:
         digests = _write_weights(weights, files, target, how)
@@ -154,6 +159,7 @@ def _export(
             _verify(target, digests, workers=how.workers)
             if is_import and how.dtype is None and adapters is None:
                 _compare_with_import(side.files, digests)
+        # 4. Config, tokenizer and processor; config.json says what the weight files are.
         trained = weights.trained_names()
         dtypes = {x for name, x in weights.dtypes(how.dtype).items() if name in trained}
         copy_files(copied, target)

@@ -70,26 +70,33 @@ def import_hf(
     """
     hf_dir, megatron_dir = Path(hf_dir), Path(megatron_dir)
     tp, pp = tensor_parallel, pipeline_parallel
+    # 1. Config and headers of the folder: the model is known, and tp x pp divides it.
     require_absent(megatron_dir, activity="the import")
     hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
     with single_process():
+        # 2. The model without memory and its mapping table, which names and shapes of the folder fit.
         model, table = model_and_table(hf, folder, tp=tp)
+        # 3. The plan: pieces of every parameter, and where the values of each are.
         sources = {name: folder.where(name) for name in folder.tensors}
         state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, dtype=dtype)
         room = _room_beside(hf_dir) + sum(x.num_bytes for x in entries)
         room += sum(sources[name].num_bytes for name in table.unused)
+        # 4. A locked, empty folder beside the target, which gets the target's name at the end.
         with written_beside(megatron_dir, num_bytes=room, activity="the import") as partial:
             checkpoint = layout.iteration_folder(partial, 0)
             checkpoint.mkdir()
+            # 5. The bytes: threads transform, hash and write one file after the other.
             write = functools.partial(run_with_progress, "import", write_file, workers=workers)
             streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
             digests = streamed.digests
             digests |= {copy: digests[original] for copy, original in table.copies.items()}
+            # 6. What belongs to the weights: config, tokenizer, unused tensors, the manifest, checksums.
             digests |= _write_companions(hf, folder, table, checkpoint, tp=tp, pp=pp)
             name = None if dtype is None else str(dtype).removeprefix("torch.")
             manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
             write_manifest(layout.hf_folder(checkpoint), manifest)
             write_checksums(checkpoint, streamed.checksums)
+            # 7. The proof, if it is wanted; then the checkpoint is complete.
             if verify:
                 _verify(checkpoint, digests, tp=tp, workers=workers)
             layout.write_tracker(partial, 0)

@@ -105,6 +105,7 @@ def read_slice[Source](
 
     A slice inside one part is a view of it, without a copy. Elements that no part covers are zero.
     """
+    # One part has all of it: a view.
     needed = [
         (tensor_slice, common, source)
         for tensor_slice, source in parts
@@ -113,6 +114,7 @@ def read_slice[Source](
     if len(needed) == 1 and needed[0][1] == requested:
         tensor_slice, common, source = needed[0]
         return common.seen_from(tensor_slice.start).cut(read(source)), requested.numel
+    # Assembled from several parts, with zeros where there is none.
     held = sum(common.numel for _, common, _ in needed)
     result = scratch.empty(requested.size, dtype)
     if held < requested.numel:

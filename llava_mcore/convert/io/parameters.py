@@ -77,6 +77,7 @@ def planned_weights(
 
     The state has no data; megatron-core creates a checkpoint's metadata from it.
     """
+    # Layers may have extra state, which the table does not know.
     state: SharedState = {}
     writes: list[EntryWrite] = []
     for name, sharded in model_state.items():
@@ -84,10 +85,12 @@ def planned_weights(
         if entry is None:
             state[name] = sharded  # a layer's extra state, which is empty here
             continue
+        # The whole parameter, without data: its dtype and shape follow from the sources.
         tensors = tuple(sources[x] for x in entry.hf_names)
         target_dtype = tensors[0].dtype if dtype is None else dtype
         meta = {x: _meta(at.shape, target_dtype) for x, at in zip(entry.hf_names, tensors, strict=True)}
         full = entry.to_megatron(meta)
+        # megatron-core's key and place, cut for the ranks; and the parts of the parameter that the pieces are.
         blocks = _with_data(sharded, full)
         origin = _stored_slice(blocks, tuple(full.shape)).tensor_slice.start
         state[name] = [cut for block in blocks for cut in _cut(block, entry.shard, tp_size)]

@@ -115,7 +115,7 @@ def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[P
     # Usual case: no temporary checkpoints.
     if not iterations(run.non_persistent_dir):
         return newest_complete(run.run_dir, damaged, instead=_START_AGAIN)
-    # The newest usable one of each folder, and why others are passed over.
+    # The newest usable one of each folder, and why others are not used.
     choices: list[Choice] = []
     passed_over: list[str] = []
     is_damaged = False

@@ -101,11 +101,11 @@ def _new_adapter(
         own_blocks = [i for i, owner in enumerate(members) if owner == index]
         factors_by_member[index] = factors = new_factors(
             weight,
-            plan.lora_ranks[member.name],
-            member.inputs,
+            plan,
+            member,
             [rows[i] for i in own_blocks],
             division,
-            seed=f"{seed} {plan.name} {member.part} {member.key}",
+            seed=seed,
             magnitudes=[norms[i] for i in own_blocks] if plan.dora else (),
         )
         factors.requires_grad_(plan.is_trained)

@@ -14,7 +14,9 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from llava_mcore.adapters.linear_layers import HfLinear
 from llava_mcore.adapters.lora import Division, Factors
+from llava_mcore.adapters.targets import LoraSettings
 
 CHILD = "adapters"
 """Name of a part's adapters beside its own modules: language_model.adapters.NAME.layers.0.self_attn.q_proj.lora_A."""
@@ -64,12 +66,12 @@ def part_adapters(part: nn.Module) -> Adapters:
 
 def new_factors(
     weight: Tensor,
-    lora_rank: int,
-    inputs: int,
+    plan: LoraSettings,
+    linear: HfLinear,
     rows: Sequence[int],
     division: Division,
     *,
-    seed: str,
+    seed: int,
     magnitudes: Sequence[Tensor],
 ) -> Factors:
     """Return the factors of one Hugging Face layer as PEFT initializes them: B is zero, so that nothing changes yet.
@@ -78,24 +80,25 @@ def new_factors(
 
     Args:
         weight: of the whole layer on this rank, [o, h], from which device and dtype are taken.
-        inputs: of the Hugging Face layer. Columns of A for padded inputs are zero.
+        linear: the Hugging Face layer. Columns of A for padded inputs are zero.
         rows: of the Hugging Face layer's blocks.
-        seed: text that identifies this layer.
+        seed: of the run; every layer draws other numbers.
         magnitudes: norms of the rows of these blocks for DoRA; empty without it.
     """
     # All of A is drawn, so that the numbers do not depend on the layout; a rank keeps its columns.
     num_local = weight.shape[1]
     num_inputs = num_local * division.tp_size if division.is_row_parallel else num_local
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    bound = inputs**-0.5  # kaiming_uniform_(a=sqrt(5)), as torch.nn.Linear's
-    full = torch.empty(lora_rank, inputs).uniform_(-bound, bound, generator=generator)
-    full = F.pad(full, (0, num_inputs - inputs))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {plan.name} {linear.part} {linear.key}".encode()))
+    A_shape, B_shape = plan.factor_shapes(linear)
+    bound = linear.inputs**-0.5  # kaiming_uniform_(a=sqrt(5)), as torch.nn.Linear's
+    full = torch.empty(A_shape).uniform_(-bound, bound, generator=generator)
+    full = F.pad(full, (0, num_inputs - linear.inputs))
     if division.is_row_parallel:
         full = full[:, division.tp_rank * num_local :][:, :num_local]
     # B is zero. On the meta device there is no norm to start from.
     device = torch.device("cpu") if weight.is_meta else weight.device
     A = Parameter(full.to(device, weight.dtype))
-    B = [Parameter(torch.zeros(num_rows, lora_rank, dtype=weight.dtype, device=device)) for num_rows in rows]
+    B = [Parameter(torch.zeros(num_rows, B_shape[1], dtype=weight.dtype, device=device)) for num_rows in rows]
     lengths = [Parameter(torch.zeros_like(x, device=device) if x.is_meta else x.to(weight.dtype)) for x in magnitudes]
     # Marks for gradients and checkpoints: which dim the ranks divide.
     outputs = None if division.is_row_parallel else 0

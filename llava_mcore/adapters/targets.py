@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from llava_mcore.adapters.linear_layers import BIAS, ModelLayers
+from llava_mcore.adapters.linear_layers import BIAS, HfLinear, ModelLayers
 from llava_mcore.config.sections.adapter import ALL_LINEAR, AdapterConfig
 from llava_mcore.errors import ConfigError, problems
 
@@ -38,10 +38,26 @@ class LoraSettings:
     modules_to_save: tuple[str, ...] = ()
     is_trained: bool = True
 
+    @property
+    def usual_lora_rank(self) -> int:
+        """Return the rank that most layers have; of equally frequent ones the first."""
+        return most_common(self.lora_ranks.values())
+
+    def factor_shapes(self, linear: HfLinear) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the shapes of A and B on a layer of transformers' model."""
+        lora_rank = self.lora_ranks[linear.name]
+        return (lora_rank, linear.inputs), (linear.outputs, lora_rank)
+
     def scaling(self, module: str) -> float:
         """Return the factor of what the adapter adds to a layer's output."""
         lora_rank = self.lora_ranks[module]
         return self.alphas[module] / (math.sqrt(lora_rank) if self.rslora else lora_rank)
+
+
+def most_common[T](values: Iterable[T]) -> T:
+    """Return the most frequent value, of equally frequent ones the first."""
+    listed = list(values)
+    return max(listed, key=listed.count)
 
 
 def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSettings:

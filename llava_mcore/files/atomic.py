@@ -46,6 +46,13 @@ def move(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file, in the place of an earlier one if there is one; a reader sees either, and never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    write_synced(partial, data)
+    move(partial, path)
+
+
 def partial_sibling(target: Path) -> Path:
     """Return an empty folder next to `target` to write into; `publish` renames it."""
     partial = target.parent / f".{target.name}.partial"

@@ -15,7 +15,7 @@ from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.identity import make_manifest, write_manifest
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.io.import_jobs import write_file
-from llava_mcore.convert.io.parameters import check_shard_rules, parameter_shapes, planned_weights
+from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, planned_weights
 from llava_mcore.convert.io.streamed_save import save_streamed
 from llava_mcore.convert.jobs import compare_digests, run_with_progress
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
@@ -26,7 +26,6 @@ from llava_mcore.files.hf_folder import HfFolder, plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import sha256
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.decoder import padded_vocab_size
-from llava_mcore.models.meta import meta_model
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties, write_ties

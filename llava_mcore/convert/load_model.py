@@ -9,8 +9,8 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 import torch
 
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base, read_plans
-from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
+from llava_mcore.adapters.factors import load_adapters
 from llava_mcore.adapters.linear_layers import model_layers
 from llava_mcore.adapters.targets import own_parameters
 from llava_mcore.checkpoint.dist import load_weights

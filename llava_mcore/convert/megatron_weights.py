@@ -15,13 +15,12 @@ from llava_mcore.checkpoint.dist import check_model
 from llava_mcore.checkpoint.torch_dist_metadata import StoredParameter, StoredTensors
 from llava_mcore.convert.io.export_jobs import EntryRead, export_all, hash_files, hf_tensors
 from llava_mcore.convert.io.megatron_lm import LegacyTensors, is_legacy
-from llava_mcore.convert.io.parameters import check_shard_rules, parameter_shapes, stored_slices
+from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, stored_slices
 from llava_mcore.errors import CheckpointError, ConversionError, problems
 from llava_mcore.files.hf_files import SINGLE, has_weights, require_own_files
 from llava_mcore.files.hf_folder import HfFolder, TensorInfo, infos_from_record
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.meta import meta_model
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties

@@ -1,6 +1,7 @@
-"""Keys, positions and pieces of stored parameters, from the mapping table and megatron-core.
+"""The model without memory, and keys, positions and pieces of its parameters in a checkpoint.
 
-They come from a model on the meta device (tp 1, pp 1). All tensors here are on the meta device; no data is read.
+They come from the mapping table and from megatron-core's own description of the model, which is built at tp 1, pp 1.
+All tensors here are on the meta device; no data is read.
 """
 
 from __future__ import annotations
@@ -14,14 +15,28 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from llava_mcore.convert.io.import_jobs import EntryWrite, TensorChunk
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.tensor_bytes import TensorAt
+from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.weights.slices import Shape, TensorSlice
 from llava_mcore.weights.table import MappingTable, Shard
 
 SharedState = dict[str, Any]
+
+
+def meta_model(hf: PretrainedConfig, *, num_vocab_rows: int) -> VisionLanguageModel:
+    """Build the whole model (tp 1, pp 1) on the meta device. Process groups of one process must exist.
+
+    Args:
+        num_vocab_rows: rows of the embedding, including padding.
+    """
+    options = ModelOptions(initialize=False, on_cpu=True, make_vocab_size_divisible_by=num_vocab_rows)
+    with torch.device("meta"):
+        return VisionLanguageModel(hf, options)
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from llava_mcore.adapters.adapter_state import adapter_state
+from llava_mcore.adapters.factors import adapter_state
 from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.checkpoint.dist import load_state, model_state
 from llava_mcore.checkpoint.layout import RUN_FILE

@@ -21,7 +21,7 @@
 checkpoint's metadata, `planned_files` lays out the safetensors files, and `export_entries` (io/export_jobs.py) writes
 each tensor at its offset.
 
-The bytes are written by hand: torch's own `FileSystemWriter`, given the same memory-mapped tensors, took longer than
-conversions may (1.25 times `cp`), even before a tensor was hashed. It would also keep no hash or checksum of what it
-writes, and fill the page cache with a checkpoint that nobody reads soon.
+The bytes are written by hand: on two cores, torch's own `FileSystemWriter` took longer for the same memory-mapped
+tensors than conversions may (1.25 times `cp`), even before one was hashed. It would also keep no hash or checksum of
+what it writes, and fill the page cache with a checkpoint that nobody reads soon.
 """

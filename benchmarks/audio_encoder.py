@@ -36,7 +36,7 @@ from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.parallel.groups import initialize
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.names import FUSED_NORMS
 
 OURS, THEIRS = "packed (ours)", "padded (Hugging Face)"
 FRAMES_PER_SECOND = 100

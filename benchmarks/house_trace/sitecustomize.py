@@ -8,6 +8,7 @@ Three ways are told apart:
 """
 
 import atexit
+import inspect
 import json
 import os
 import subprocess
@@ -42,7 +43,8 @@ def started(code: CodeType, offset: int) -> object:
     path, name = code.co_filename, code.co_name
     if not path.startswith(PACKAGE):
         return sys.monitoring.DISABLE
-    if name == "<module>":
+    # Bodies of modules and classes, and type parameters, run when a file is imported.
+    if not code.co_flags & inspect.CO_OPTIMIZED or name.startswith("<generic"):
         return None
     part = path.removeprefix(PACKAGE).split(os.sep)[0]
     if KIND == "import":

@@ -82,7 +82,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the check; errors mean failure."""
     from llava_mcore.checkpoint.layout import latest_readable
-    from llava_mcore.files.hf_source import require_source
+    from llava_mcore.files.hf_folder import require_source
 
     is_model = args.hf_dir is not None or args.megatron_dir is not None
     if is_model == (args.data_path is not None):

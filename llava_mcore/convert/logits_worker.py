@@ -78,6 +78,7 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
     Args:
         inputs: input_ids [b, s], position_ids (without them, tokens are counted from 0) and the media.
     """
+    # One micro-batch; what the last stage returns is kept.
     ids, media = inputs["input_ids"], given_media(inputs)
     positions = inputs.get("position_ids", torch.arange(ids.shape[1], device=ids.device).expand(ids.shape))
     out: list[Tensor] = []
@@ -91,6 +92,7 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
 
         return y, collect
 
+    # megatron-core's schedule passes activations between the stages.
     with torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=step,

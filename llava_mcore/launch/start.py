@@ -14,7 +14,7 @@ from llava_mcore.config.load import as_run_config, save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.files.folder_lock import FolderLock
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.launch import slurm
 from llava_mcore.launch.nodes import Nodes, find_nodes
 from llava_mcore.launch.preflight import preflight, preflight_of_job, resolve

@@ -11,8 +11,7 @@ from llava_mcore.models.language.dense import end_entries
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.weights.names import HfNames, TextNames
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry, MappingTable
+from llava_mcore.weights.table import REPLICATED, Entry, MappingTable
 
 
 def mapping_table(

@@ -16,7 +16,7 @@ from llava_mcore.models.architectures.registry import architecture_of, tower_con
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.registry import vision_family
-from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.names import FUSED_NORMS
 
 PARTS = ("vision_model", "vision_projection", "language_model")
 _LAYERS = "language_model.decoder.layers."

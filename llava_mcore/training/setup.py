@@ -15,9 +15,8 @@ from megatron.core.transformer.attention import Attention
 from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adaptation import AdapterSetup, adapter_setup_of
-from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
-from llava_mcore.adapters.peft_weights import load_peft_folder
+from llava_mcore.adapters.factors import load_adapters, load_peft_folder
 from llava_mcore.adapters.quantized import multiply_in_fp8, quantize_model
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import load_weights

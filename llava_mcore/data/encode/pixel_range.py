@@ -12,7 +12,7 @@ from transformers.image_utils import SizeDict
 
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.errors import CheckpointError
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.models.architectures.registry import architecture_of
 
 NESTED, PICTURE_SETTINGS = "processor_config.json", "preprocessor_config.json"

@@ -15,7 +15,7 @@ from llava_mcore.data.encode.preprocess import ImagePreprocessor, MediaPreproces
 from llava_mcore.data.encode.sound.processor import Audios, SoundPreprocessor, choose_audios
 from llava_mcore.data.encode.video_processor import Videos, choose_videos
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.media.clip_plan import AudioPlan
 from llava_mcore.media.media import MediaPlan, Processing

@@ -10,7 +10,7 @@ from transformers import AutoVideoProcessor, BaseVideoProcessor, PretrainedConfi
 
 from llava_mcore.compat.transformers import video_processor_class
 from llava_mcore.errors import DataError
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.models.architectures.registry import architecture_of, classes_that_take_videos
 

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llava_mcore.files.atomic import move, write_synced
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.atomic import replace_file
+from llava_mcore.files.regular import naming
 from llava_mcore.inference.evaluation.metrics import Answered, score
 from llava_mcore.inference.evaluation.tasks import TaskResult
 from llava_mcore.inference.generation.records import Record
@@ -122,7 +122,5 @@ class EvaluationReport:
 
 def _write(path: Path, results: Sequence[ModelResult]) -> None:
     text = json.dumps(as_json(results), ensure_ascii=False, indent=1) + "\n"
-    partial = path.with_name(f".{path.name}.partial")
     with naming(path):
-        write_synced(partial, text.encode("utf-8", "surrogatepass"))
-        move(partial, path)
+        replace_file(path, text.encode("utf-8", "surrogatepass"))

@@ -30,9 +30,8 @@ from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_
 from llava_mcore.models.vision.patches import packed_bounds
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.items import Items, MediaLengths
-from llava_mcore.weights.fused_norms import FUSED_NORMS
 from llava_mcore.weights.layouts import FuseQKV
-from llava_mcore.weights.names import LayerNames
+from llava_mcore.weights.names import FUSED_NORMS, LayerNames
 
 
 @dataclass(frozen=True)

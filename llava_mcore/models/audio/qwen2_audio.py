@@ -15,8 +15,7 @@ from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.layers.encoder_layers import WEIGHT_BIAS, layer_entries, require
 from llava_mcore.weights.layouts import FuseQKV, FuseQV
 from llava_mcore.weights.names import LayerNames
-from llava_mcore.weights.sharding import COLUMN, REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, REPLICATED, Entry
 
 NORM_EPS = 1e-5
 """Epsilon of every norm of the encoder; transformers has no setting for it."""

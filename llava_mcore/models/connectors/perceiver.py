@@ -22,8 +22,7 @@ from llava_mcore.models.activations import activation
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.connectors.perceiver_resampler import PerceiverResampler
 from llava_mcore.weights.layouts import Concat
-from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, GATED_COLUMN, REPLICATED, ROW, Entry
 
 _GATED_WIDTH = 4
 """Width of the MLPs after the latents' attention, in hidden sizes: Idefics2PerceiverLayer has no setting for it."""

@@ -17,8 +17,7 @@ from llava_mcore.models.vision.layers.encoder_layers import (
 )
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.layouts import Reshape
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 
 class Clip(TileTower):

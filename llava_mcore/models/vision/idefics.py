@@ -23,8 +23,7 @@ from llava_mcore.models.vision.patches import PatchShape
 from llava_mcore.models.vision.siglip import Siglip
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.layouts import Reshape
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 
 class IdeficsSiglip(Siglip):

@@ -42,8 +42,7 @@ from llava_mcore.models.vision.layers.padded_mlp import padded_width
 from llava_mcore.models.vision.patches import PatchShape
 from llava_mcore.weights.layouts import Reshape
 from llava_mcore.weights.names import LayerNames
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 Grid = tuple[int, int, int]
 """Patches of a picture or video: steps of time, rows, columns."""

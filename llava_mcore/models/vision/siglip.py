@@ -16,8 +16,7 @@ from llava_mcore.models.vision.layers.encoder_layers import (
     unused_norm,
 )
 from llava_mcore.models.vision.transformer import VisionShape
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 # The attention-pooling head; torch's MultiheadAttention names its input projection with an underscore.
 _HEAD_MODULES = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")

@@ -14,7 +14,7 @@ from typing import Any
 from llava_mcore.data.encode.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import DataError
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.inference.evaluation.metrics import Answered, score
 from llava_mcore.inference.generation.records import Record
 

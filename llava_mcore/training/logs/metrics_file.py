@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.errors import FileError
-from llava_mcore.files.json_files import parse_object
-from llava_mcore.files.text_files import naming, read_text
+from llava_mcore.files.regular import naming, parse_object, read_text
 
 FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"

@@ -18,8 +18,7 @@ from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.checkpoint.identity import RUN_ID, ensure_run_id
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import FileError
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.text_files import naming, read_text
+from llava_mcore.files.regular import naming, read_object, read_text
 from llava_mcore.parallel.groups import Groups
 
 ID_FILES = {"wandb": "wandb_run_id.txt", "mlflow": "mlflow_run_id.txt"}

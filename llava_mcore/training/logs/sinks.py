@@ -15,7 +15,7 @@ from PIL import Image
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.encode.images import decode_image
 from llava_mcore.errors import ConfigError
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.log import warn_on_failure
 from llava_mcore.training.answers.result import Example
 from llava_mcore.training.logs.metrics_file import FILE, VALIDATION_FILE, Metrics, read_lines

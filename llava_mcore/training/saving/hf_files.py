@@ -30,10 +30,9 @@ from llava_mcore.data.encode.processors import PROCESSOR_FILES
 from llava_mcore.data.encode.text.template_file import write_chat_template
 from llava_mcore.data.encode.video_processor import VIDEO_FILE
 from llava_mcore.errors import CheckpointError
-from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.companions import copy_companions, is_weight_file, require_own_files
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.weight_files import SINGLE, has_weights
+from llava_mcore.files.hf_files import SINGLE, copy_companions, has_weights, is_weight_file, require_own_files
+from llava_mcore.files.hf_folder import HfFolder, TensorInfo, to_record
+from llava_mcore.files.regular import read_object
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names, mapping_table
@@ -125,7 +124,7 @@ def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
     """
     hf = load_hf_config(hf_dir)
     copy_companions(hf_dir, target)
-    folder = hf_files.HfFolder.open(hf_dir) if has_weights(hf_dir) else None
+    folder = HfFolder.open(hf_dir) if has_weights(hf_dir) else None
     if folder is not None:
         settle_ties(hf, folder)
         write_ties(hf, target)
@@ -138,18 +137,18 @@ def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
         for name in table.unused
     }
     save_file(unused, target / layout.UNUSED, metadata={"format": "pt"})
-    tensors: dict[str, Any] = hf_files.to_record(infos)
+    tensors: dict[str, Any] = to_record(infos)
     layout.write_record_file(target, {"unused": dict(table.unused), "tensors": tensors})
     return target
 
 
-def _planned_tensors(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
+def _planned_tensors(hf: PretrainedConfig) -> dict[str, TensorInfo]:
     """Return names and shapes of the model that transformers would build, without allocating memory."""
     with torch.device("meta"):
         model = architecture_of(hf).model_class(hf)
     tied = {"lm_head.weight"} if ties_embeddings(hf) else set()
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
-    return {name: hf_files.TensorInfo(SINGLE, _DTYPE, shape) for name, shape in shapes.items()}
+    return {name: TensorInfo(SINGLE, _DTYPE, shape) for name, shape in shapes.items()}
 
 
 def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

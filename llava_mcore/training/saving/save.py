@@ -22,13 +22,13 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import KEY, of_bytes, of_folder
 from llava_mcore.checkpoint.complete import (
     all_but,
+    delete_in_background,
     discard,
     outdated,
     put_aside,
     remove_leftovers,
     write_run_json,
 )
-from llava_mcore.checkpoint.deletion import delete_in_background
 from llava_mcore.checkpoint.dist import StateWrite
 from llava_mcore.checkpoint.node_local import LocalWrite
 from llava_mcore.checkpoint.save_plan import SaveAssignment

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from llava_mcore.adapters.adapter_state import adapter_state
+from llava_mcore.adapters.factors import adapter_state
 from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.checkpoint.dist import load_state, model_state
 from llava_mcore.checkpoint.layout import RUN_FILE
@@ -19,7 +19,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.errors import CheckpointError, problems
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import Groups

@@ -24,7 +24,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from llava_mcore.build.older_transformers import describe_for_older
+from llava_mcore.build.write_folder import describe_for_older
 from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
 from llava_mcore.data.encode.assets import load_assets

@@ -27,8 +27,8 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
-from llava_mcore.weights.fused_norms import FUSED_NORMS
-from llava_mcore.weights.sharding import Shard
+from llava_mcore.weights.names import FUSED_NORMS
+from llava_mcore.weights.table import Shard
 from tests.helpers.tiny_hf import make_hf_llava
 
 

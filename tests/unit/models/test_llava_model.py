@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.parallel.groups import single_process
-from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.names import FUSED_NORMS
 from tests.helpers.tiny_hf import make_hf_llava
 
 PATCHES = 576

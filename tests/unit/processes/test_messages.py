@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.errors import ConfigError, os_error_text
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.launch.checkout import REPOSITORY
 from llava_mcore.log import warn_on_failure
 from llava_mcore.processes.control import with_messages

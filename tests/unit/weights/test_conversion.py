@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, FuseQV, PadColumns, PadParts, PadRows, Regroup, Reshape
-from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
-from llava_mcore.weights.table import Entry, MappingTable, check_coverage
+from llava_mcore.weights.table import COLUMN, GATED_COLUMN, REPLICATED, ROW, Entry, MappingTable, Shard, check_coverage
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 TAIL = st.sampled_from([(), (3,), (2, 5)])

@@ -10,7 +10,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.errors import DataError
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.templates.bounded import check_bounds
 from llava_mcore.templates.content_parts import accept_parts
 from llava_mcore.templates.named import BY_LANG, NAMES, is_name, missing_tokens, named_template, read_file

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from llava_mcore.errors import CheckpointError
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 
 FILE = "chat_template.jinja"
 LEGACY_FILE = "chat_template.json"

@@ -12,8 +12,7 @@ from llava_mcore.models.activations import activation
 from llava_mcore.models.vision.geometry import num_patches
 from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, Reshape, TensorTransform
 from llava_mcore.weights.names import LayerNames
-from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, GATED_COLUMN, REPLICATED, ROW, Entry
 
 WEIGHT_BIAS = ("weight", "bias")
 

@@ -1,20 +1,23 @@
-"""Which files of a Hugging Face folder hold its weights: those that transformers reads, or none if that is ambiguous.
+"""The files of a Hugging Face folder: which hold its weights, and which stand beside them. Without torch.
 
-transformers reads, in this order: the file that config.json names (transformers_weights), model.safetensors, the files
-of model.safetensors.index.json. Other programs do not: vLLM prefers the index, and without one reads every safetensors
+The weights are in the files that transformers reads, or nowhere if that is ambiguous. transformers reads, in this
+order: the file that config.json names (transformers_weights), model.safetensors, the files of
+model.safetensors.index.json. Other programs do not: vLLM prefers the index, and without one reads every safetensors
 file.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.regular import plain_name
+from llava_mcore.files.regular import plain_name, read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -150,3 +153,99 @@ def _found_instead(folder: Path) -> str:
         advice = f"rename it to {SINGLE}" if len(shards) == 1 else f"copy {INDEX} too"
         return f"{', '.join(shards[:3])}{', …' if len(shards) > 3 else ''} without an index of its files: {advice}"
     return ""
+
+
+CONFIG = "config.json"
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Files of a tokenizer, which has at least one of them."""
+_WEIGHT_ENDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
+_ADAPTER_WEIGHTS = "adapter_model."
+
+
+def is_weight_file(path: Path) -> bool:
+    """Return whether a file holds weights or their index, rather than config, tokenizer or processor."""
+    return path.name.endswith(_WEIGHT_ENDS)
+
+
+def is_companion(path: Path) -> bool:
+    """Return whether a file belongs beside the weights: config, tokenizer, processor, templates, licenses.
+
+    Weights do not, nor do the files of a PEFT adapter, with which transformers would take the folder for an adapter.
+    """
+    return (
+        path.is_file()
+        and not path.name.startswith(".")
+        and not is_weight_file(path)
+        and not path.name.startswith(_ADAPTER_WEIGHTS)
+        and path.name != ADAPTER_CONFIG
+    )
+
+
+def companion_files(folder: Path) -> list[Path]:
+    """Return a folder's companions."""
+    return sorted(path for path in folder.iterdir() if is_companion(path))
+
+
+def copy_companions(source: Path, target: Path, *, skip: Iterable[str] = ()) -> None:
+    """Copy a folder's companions, byte for byte, except those of the names in `skip`."""
+    copy_files({path.name: path for path in companion_files(source) if path.name not in skip}, target)
+
+
+def copy_files(sources: Mapping[str, Path], target: Path) -> None:
+    """Copy files to their names in a folder.
+
+    Raises:
+        ConversionError: a name is taken: what was written there first would be lost.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    taken = [name for name in sources if (target / name).exists()]
+    if taken:
+        raise ConversionError(problems(f"{target}: files of these names were written before", taken))
+    for name, path in sources.items():
+        shutil.copyfile(path, target / name)
+
+
+def require_own_files(folder: Path) -> None:
+    """Refuse links and pipes among the Hugging Face files of a checkpoint: an export would copy what they point to.
+
+    Nothing that writes a checkpoint creates any. A Hugging Face folder may have links: the hub's cache consists of
+    them.
+
+    Raises:
+        ConversionError: lists them.
+    """
+    paths = sorted(folder.rglob("*"))
+    wrong = [f"{path.name} is a link to {os.readlink(path)}" for path in paths if path.is_symlink()]
+    wrong += [
+        f"{path.name} is not a file" for path in paths if not (path.is_symlink() or path.is_file() or path.is_dir())
+    ]
+    if wrong:
+        raise ConversionError(
+            problems(f"{folder} may hold regular files only; copy them there if they belong to it", wrong)
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json.
+
+    Raises:
+        ConversionError: there is none, or it is not a JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        if holds_adapter_only(folder):
+            raise ConversionError(
+                f"{folder} holds a PEFT adapter, not a model: write the whole model with export-hf --merge, or with "
+                "PEFT's merge_and_unload"
+            )
+        if any(folder.glob("iter_*")) or (folder / "metadata.json").is_file():
+            raise ConversionError(f"{folder} holds Megatron checkpoints: give it as --megatron-dir, or run export-hf")
+        raise ConversionError(
+            f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
+        )
+    return read_object(path, ConversionError)
+
+
+def holds_adapter_only(folder: Path) -> bool:
+    """Return whether a folder holds a PEFT adapter and no model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()

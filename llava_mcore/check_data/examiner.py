@@ -18,9 +18,9 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.conversation import chat_from_standard
 from llava_mcore.data.encode.encode import TooLongError, stored_tokens
 from llava_mcore.data.encode.marks import LITERAL_REASON
-from llava_mcore.data.encode.stored_tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
+from llava_mcore.data.encode.tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
 from llava_mcore.data.loader.datasets import Dataset, open_datasets
-from llava_mcore.data.loader.skips import DATA_ERRORS, Skips
+from llava_mcore.data.loader.sample_problems import DATA_ERRORS, Skips
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import ChatSample, EncodedSample, Sound, TokenConversation, TokenSample, Video
 from llava_mcore.errors import DataError

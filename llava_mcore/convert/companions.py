@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.checkpoint import layout
-from llava_mcore.data.encode.text import template_file as chat_template
+from llava_mcore.data.encode import chat_template
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.companions import CONFIG, VOCABULARY_FILES, companion_files
 from llava_mcore.files.json_files import read_object

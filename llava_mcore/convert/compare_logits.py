@@ -28,14 +28,13 @@ from llava_mcore.compat.transformers import exact_attention, tower_names_in_file
 from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libraries, sound_length
+from llava_mcore.data.processors.audio_files import decode_sound, require_libraries, sound_length
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.media.audio_lengths import frames_kept
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
-from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.clip_plan import AudioPlan, frames_kept
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.model_table import detect_names

@@ -32,16 +32,20 @@ from llava_mcore.media.batch_fields import (
     RESIZED_POSITIONS,
     RESIZED_ROWS,
     RESIZED_WEIGHTS,
+    normalize,
 )
-from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.configs import ModelOptions, part_configs
-from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
+from llava_mcore.models.language.decoder import (
+    LanguageModel,
+    padded_vocab_size,
+    require_deepstack_layers,
+    require_within,
+)
 from llava_mcore.models.language.registry import language_family, limiting_window
-from llava_mcore.models.limits import require_deepstack_layers, require_within
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
-from llava_mcore.parallel.items import MediaLengths
+from llava_mcore.parallel.batch import MediaLengths
 
 
 class VisionLanguageModel(MegatronModule):

@@ -18,11 +18,11 @@ from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.encode.assets import Assets, require_same_tokenizer
-from llava_mcore.data.encode.pixel_range import FRAMES, PICTURES, write_pixel_range
-from llava_mcore.data.encode.text.template_file import require_same_template
+from llava_mcore.data.encode.chat_template import require_same_template
 from llava_mcore.data.loader.source import noticing_killed_loaders
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.loader.validation_data import ValidationData
+from llava_mcore.data.processors.pixel_range import FRAMES, PICTURES, write_pixel_range
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions

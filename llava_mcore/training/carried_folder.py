@@ -16,9 +16,8 @@ from transformers import GenerationConfig, PretrainedConfig
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.data.encode.assets import ALL_TOKENIZER_FILES
-from llava_mcore.data.encode.processors import PROCESSOR_FILES
-from llava_mcore.data.encode.text.template_file import write_chat_template
-from llava_mcore.data.encode.video_processor import VIDEO_FILE
+from llava_mcore.data.encode.chat_template import write_chat_template
+from llava_mcore.data.processors.load import PROCESSOR_FILES, VIDEO_FILE
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files import hf_folder as hf_files
 from llava_mcore.files.companions import copy_companions, require_own_files

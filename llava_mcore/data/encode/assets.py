@@ -12,20 +12,20 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encode.chat_format import ChatFormat
-from llava_mcore.data.encode.images import ToRgb, on_white
-from llava_mcore.data.encode.pixel_range import pixel_range_of
-from llava_mcore.data.encode.preprocess import ImagePreprocessor, MediaPreprocessor
-from llava_mcore.data.encode.processors import (
+from llava_mcore.data.encode.chat_template import Lang, TemplateChoice, choose_template
+from llava_mcore.data.encode.special_tokens import check_tokenizer, choose_tokens
+from llava_mcore.data.processors.image_processor import ImagePreprocessor, MediaPreprocessor
+from llava_mcore.data.processors.images import ToRgb, on_white
+from llava_mcore.data.processors.load import (
     LOAD_ERRORS,
     PROCESSOR_FILES,
+    VIDEO_FILE,
     Processors,
     load_processors,
     media_plan,
     media_preprocessor,
 )
-from llava_mcore.data.encode.special_tokens import check_tokenizer, choose_tokens
-from llava_mcore.data.encode.text.template_choice import Lang, TemplateChoice, choose_template
-from llava_mcore.data.encode.video_processor import VIDEO_FILE
+from llava_mcore.data.processors.pixel_range import pixel_range_of
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import CheckpointError, ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.regular import kind_of

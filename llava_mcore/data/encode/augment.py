@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torchvision
@@ -18,9 +18,24 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 from llava_mcore.config.sections.augment import TransformConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.own_transforms import OWN_TRANSFORMS, OwnTransform
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import ConfigError, DataError, problems
+
+
+class OwnTransform(v2.Transform):
+    """A transform of one picture, uint8 [3, height, width], with its arguments in `__init__`.
+
+    It keeps type and size, has no state, and draws from torch's global generator alone, which is seeded for each
+    picture.
+    """
+
+    moves: ClassVar[bool] = False
+    """Whether things in the picture are elsewhere afterwards, so that coordinates in the text are wrong."""
+
+
+OWN_TRANSFORMS: dict[str, type[OwnTransform]] = {}
+"""By the name in `data.augment`."""
+
 
 TRANSFORM_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that transforms raise for arguments, and for pictures, that they cannot use."""

@@ -11,9 +11,18 @@ import numpy as np
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.marks import NAMES
-from llava_mcore.data.encode.placeholders import audio_tokens, expand, in_order, media_tokens, video_tokens
-from llava_mcore.data.encode.stored_tokens import TOKENS_KEY, from_json, is_by, is_of
-from llava_mcore.data.encode.text.tokens import TextTokens
+from llava_mcore.data.encode.tokens import (
+    TOKENS_KEY,
+    TextTokens,
+    audio_tokens,
+    expand,
+    from_json,
+    in_order,
+    is_by,
+    is_of,
+    media_tokens,
+    video_tokens,
+)
 from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import MediaPlan, MediaTokens

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
-from llava_mcore.media.batch_fields import PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
+from llava_mcore.media.batch_fields import NO_SCALE, PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 from llava_mcore.media.media import index_values, position_ids
-from llava_mcore.media.pixels import NO_SCALE
 
 BATCH_SUMS: dict[str, Callable[[Sequence[TokenConversation]], tuple[int, int]]] = {
     "num_truncated": lambda conversations: (sum(conversation.truncated for conversation in conversations), 0),

@@ -16,15 +16,15 @@ from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_c
 from llava_mcore.compat.energon.passes import count_passes
 from llava_mcore.compat.energon.repeat import repeat_parts_exactly
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.loader.skips import raise_data_error
+from llava_mcore.data.loader.sample_problems import raise_data_error
 from llava_mcore.data.loader.streams import Stream
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.blend import SPLIT
 from llava_mcore.data.storage.dataset_path import VALIDATION
-from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.remote import locate
 from llava_mcore.data.storage.shard_reader import read_shards_directly
+from llava_mcore.data.storage.tar_files import OPEN_SHARDS
 from llava_mcore.errors import DataError
 
 SAMPLES_PER_SLICE = 100

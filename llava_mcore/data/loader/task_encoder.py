@@ -26,8 +26,8 @@ from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard
 from llava_mcore.data.encode.encode import TooLongError, fit, tokenize
 from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
 from llava_mcore.data.loader.collate import collate
-from llava_mcore.data.loader.packed_dataset import PackingDataset
-from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.loader.packing import PackingDataset
+from llava_mcore.data.loader.sample_problems import Skips
 from llava_mcore.data.samples import (
     Batch,
     ChatSample,

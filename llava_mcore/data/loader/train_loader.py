@@ -12,14 +12,12 @@ from typing import Any, Self
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
-from llava_mcore.data.encode.stored_tokens import log_origin
+from llava_mcore.data.encode.tokens import log_origin
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.open_stream import check_streams, open_stream
-from llava_mcore.data.loader.pixel_buffers import PixelBuffers
-from llava_mcore.data.loader.resume_settings import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
-from llava_mcore.data.loader.sample_warnings import SampleWarnings
-from llava_mcore.data.loader.skips import Skips
-from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, reading
+from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
+from llava_mcore.data.loader.saved_position import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
+from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, PixelBuffers, reading
 from llava_mcore.data.loader.streams import (
     Stream,
     StreamServer,

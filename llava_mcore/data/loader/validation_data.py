@@ -12,10 +12,9 @@ from torch.utils.data import IterableDataset
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.open_stream import open_stream
-from llava_mcore.data.loader.sample_warnings import SampleWarnings
-from llava_mcore.data.loader.skips import Skips
-from llava_mcore.data.loader.source import BatchSource, reading
-from llava_mcore.data.loader.streams import LEAST_SAMPLES, Delivery, Stream, share
+from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
+from llava_mcore.data.loader.source import BatchSource, Delivery, reading
+from llava_mcore.data.loader.streams import LEAST_SAMPLES, Stream, share
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset

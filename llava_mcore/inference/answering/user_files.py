@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.sound.sound_files import require_libraries, sound_format
+from llava_mcore.data.processors.audio_files import require_libraries, sound_format
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.near_match import near_hint

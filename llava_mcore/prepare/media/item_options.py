@@ -17,9 +17,9 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.images import ToRgb, decode_image, on_white
 from llava_mcore.data.encode.record_keys import CLIP_KEYS, SIZE_KEYS
 from llava_mcore.data.encode.sample_media import check_fps
+from llava_mcore.data.processors.images import ToRgb, decode_image, on_white
 from llava_mcore.errors import DataError
 from llava_mcore.models.vision.patch_plan import PatchPlan
 from llava_mcore.prepare.row_types import BadSample, Reason

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS, Limits
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.picture_header import (
+from llava_mcore.data.processors.image_header import (
     PictureFormatError,
     depth_problem,
     ratio_problem,
     read_header,
     size_problem,
 )
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.media.item_options import NO_RESIZING, Resizing, picture_sizes, resize
 from llava_mcore.prepare.media.references import PICTURE, read_reference

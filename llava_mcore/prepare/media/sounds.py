@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encode.sound.sound_files import check_sound, require_libraries, sound_format
+from llava_mcore.data.processors.audio_files import check_sound, require_libraries, sound_format
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.media.references import SOUND, read_reference
 from llava_mcore.prepare.row_types import BadSample, Reason, Recording

@@ -13,11 +13,9 @@ from llava_mcore.data import samples
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.encode import check_length
 from llava_mcore.data.encode.marks import count_marks, escape
-from llava_mcore.data.encode.placeholders import audio_tokens, media_tokens, video_tokens
 from llava_mcore.data.encode.record_keys import ROW
-from llava_mcore.data.encode.stored_tokens import digest_of, to_json
-from llava_mcore.data.encode.text.tokens import TextTokens
-from llava_mcore.data.loader.best_fit import best_fit
+from llava_mcore.data.encode.tokens import TextTokens, audio_tokens, digest_of, media_tokens, to_json, video_tokens
+from llava_mcore.data.loader.packing import best_fit
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Sound, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.counts import PrepareCounts, ShardReport

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import DataError
 from llava_mcore.files.text_files import naming

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import ConfigError
 from llava_mcore.training.answers.result import Example
 from llava_mcore.training.run_ids import read_ids, write_id

@@ -14,10 +14,9 @@ from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.pixel_range import FRAMES, PICTURES, write_pixel_range
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.data.processors.pixel_range import FRAMES, PICTURES, write_pixel_range
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, normalize
 from llava_mcore.media.media import VideoShape
-from llava_mcore.media.pixels import normalize
 from tests.helpers.class_checks import batch_of
 from tests.helpers.older_folders import as_published
 from tests.helpers.tiny_hf import make_onevision

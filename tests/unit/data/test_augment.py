@@ -19,11 +19,11 @@ from llava_mcore.config.sections.augment import TransformConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.encode.augment import REFUSED, Augmentation, PictureKey, offered
-from llava_mcore.data.encode.images import decode_pixels, noise
-from llava_mcore.data.encode.placeholders import media_tokens
-from llava_mcore.data.encode.preprocess import ImagePreprocessor
+from llava_mcore.data.encode.tokens import media_tokens
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.loader.validation_data import ValidationData
+from llava_mcore.data.processors.image_processor import ImagePreprocessor
+from llava_mcore.data.processors.images import decode_pixels, noise
 from llava_mcore.data.samples import Batch, MediaSpan, Video
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.launch.preflight import preflight

@@ -17,11 +17,11 @@ from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.picture_header import picture_size
+from llava_mcore.data.processors.image_header import picture_size
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
-from llava_mcore.media.pixels import normalize
+from llava_mcore.media.batch_fields import normalize
 from tests.helpers.encoding import encoded, tiles
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.data.test_data_shards import picture

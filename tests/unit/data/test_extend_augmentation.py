@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.helpers.out_of_tree import Copy, blocks
 
-FILE = "llava_mcore/data/encode/own_transforms.py"
+FILE = "llava_mcore/data/encode/augment.py"
 TABLE = "OWN_TRANSFORMS: dict[str, type[OwnTransform]] = {}\n"
 PROGRAM = """\
 import json, sys

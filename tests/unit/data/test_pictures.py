@@ -18,10 +18,10 @@ from transformers import CLIPImageProcessor, Idefics2ImageProcessor
 from transformers.image_utils import load_image
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encode.images import decode_frames, decode_image, decode_pixels
-from llava_mcore.data.encode.picture_header import picture_size, read_header
-from llava_mcore.data.encode.placeholders import video_shape
-from llava_mcore.data.encode.preprocess import to_rgb_of
+from llava_mcore.data.encode.tokens import video_shape
+from llava_mcore.data.processors.image_header import picture_size, read_header
+from llava_mcore.data.processors.image_processor import to_rgb_of
+from llava_mcore.data.processors.images import decode_frames, decode_image, decode_pixels
 from llava_mcore.data.samples import Video
 from llava_mcore.errors import DataError
 from llava_mcore.inference.answering.user_files import read_picture as read_users_picture

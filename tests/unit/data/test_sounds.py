@@ -21,8 +21,8 @@ from transformers import AutoProcessor
 from llava_mcore.cli.check import main as check
 from llava_mcore.cli.prepare import main as prepare
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.sound import sound_files
-from llava_mcore.data.encode.sound.sound_files import check_sound, decode_sound, sound_format, sound_length
+from llava_mcore.data.processors import audio_files
+from llava_mcore.data.processors.audio_files import check_sound, decode_sound, sound_format, sound_length
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
@@ -200,7 +200,7 @@ def test_a_long_sound_is_refused_by_its_header(
     def decode(*_: Any) -> None:
         raise AssertionError("it was decoded")
 
-    monkeypatch.setattr(sound_files, "_blocks", decode)
+    monkeypatch.setattr(audio_files, "_blocks", decode)
     with pytest.raises(DataError, match="takes at most 30"):
         assets.plan.audio_tokens([sound_length(bad_sounds["three hours"], RATE)])
 

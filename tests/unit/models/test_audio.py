@@ -33,9 +33,8 @@ from llava_mcore.data.encode.encode import tokenize
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import Batch, Conversation, EncodedSample, Sound, Turn
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.media.audio_lengths import ClipLengths
 from llava_mcore.media.batch_fields import PIXEL_VALUES, media_work
-from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.clip_plan import AudioPlan, ClipLengths
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.model_table import detect_names, mapping_table

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encode.sound.sound_files import decode_sound
+from llava_mcore.data.processors.audio_files import decode_sound
 from llava_mcore.errors import DataError
 from llava_mcore.files.near_match import near_hint, shortened
 from llava_mcore.prepare.media.pictures import read_picture

@@ -1,4 +1,4 @@
-"""Preprocesses pictures and videos with the checkpoint's own processors; `sound.processor` does so with sounds."""
+"""Preprocesses pictures and videos with the checkpoint's own processors; `audio_processor` does so with sounds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from transformers.image_processing_backends import PilBackend, TorchvisionBacken
 from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encode.images import ToRgb, decode_frames, decode_image, decode_pixels, noise, on_white
+from llava_mcore.data.processors.images import ToRgb, decode_frames, decode_image, decode_pixels, noise, on_white
 from llava_mcore.data.samples import MediaSpan, Video
 from llava_mcore.errors import DataError
+from llava_mcore.media.batch_fields import NO_SCALE, normalize
 from llava_mcore.media.media import MediaPlan, MediaTokens, VideoShape
-from llava_mcore.media.pixels import NO_SCALE, normalize
 
 PROCESSOR_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a processor raises for invalid settings."""
@@ -67,8 +67,8 @@ def settings_of(
 class ImagePreprocessor:
     """The checkpoint's image and video processors: pictures and frames as bytes -> tiles of one fixed square size.
 
-    Rescaling and normalizing are done on the device (`llava_mcore.media.pixels`) if the result is bitwise the same:
-    they take two thirds of the processor's time, and give four times as much data to pass between processes.
+    Rescaling and normalizing are done on the device (`batch_fields.normalize`) if the result is bitwise the same: they
+    take two thirds of the processor's time, and give four times as much data to pass between processes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pictures: bytes -> pixels. `picture_header` reads their size alone."""
+"""Pictures: bytes -> pixels. `image_header` reads their size alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encode.picture_header import (
+from llava_mcore.data.processors.image_header import (
     PictureHeader,
     check_header,
     open_picture,

@@ -13,10 +13,18 @@ from functools import cached_property
 from typing import Any
 
 from llava_mcore.data.encode.record_keys import REASONING_KEYS
-from llava_mcore.data.encode.text.chat_probe import ANSWER, QUESTION, find_content_format, probe, why_no_videos
-from llava_mcore.data.encode.text.features import Features
-from llava_mcore.data.encode.text.render import CONTENT_FORMATS, FLATTENED, render_turns
-from llava_mcore.data.encode.text.spans import Span
+from llava_mcore.data.encode.render import (
+    ANSWER,
+    CONTENT_FORMATS,
+    FLATTENED,
+    QUESTION,
+    Features,
+    find_content_format,
+    probe,
+    render_turns,
+    why_no_videos,
+)
+from llava_mcore.data.encode.tokens import Span
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.templates import fixed_date

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, PretrainedConfig, PreTrainedTokenizerBase, WhisperFeatureExtractor
 
-from llava_mcore.data.encode.preprocess import settings_of
-from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libraries
+from llava_mcore.data.processors.audio_files import decode_sound, require_libraries
+from llava_mcore.data.processors.image_processor import settings_of
 from llava_mcore.data.samples import MediaSpan, Sound
 from llava_mcore.errors import DataError
 from llava_mcore.files.torch_files import why_not_loaded
+from llava_mcore.media.batch_fields import NO_SCALE
 from llava_mcore.media.clip_plan import AudioPlan
-from llava_mcore.media.pixels import NO_SCALE
 from llava_mcore.models.architectures.registry import architecture_of, classes_that_take_audios
 
 

@@ -1,14 +1,22 @@
-"""Layers of the towers' encoders: configuration and weight entries."""
+"""Layers of towers: configuration and weight entries, Transformer Engine's layers, the padded width of an MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import nn
 from transformers import PretrainedConfig
 
+from llava_mcore.compat.megatron_layers import split_gradients_without_copy
+from llava_mcore.compat.required import replace_name
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.activations import activation
+from llava_mcore.models.activations import StatelessActivation, activation, quick_gelu
 from llava_mcore.models.vision.geometry import num_patches
 from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, Reshape, TensorTransform
 from llava_mcore.weights.names import LayerNames
@@ -145,3 +153,74 @@ def unused_layers(entries: list[Entry], num_layers: int) -> dict[str, str]:
 def unused_norm(name: str) -> dict[str, str]:
     """Return the tower's last norm, with the reason."""
     return {f"{name}.{wb}": "norm after the last vision layer" for wb in WEIGHT_BIAS}
+
+
+def te_layer_spec() -> ModuleSpec:
+    """Return the encoder layer whose products add their biases and sum up the gradients of these.
+
+    That is Transformer Engine's layer with fewer kernels than megatron-core's specification starts. A tower's tensors
+    are small beside a decoder's: additions and copies around the products take a good part of its time, and the host
+    needs longer to start kernels than they run. `benchmarks/vision_fp8.py` measures both.
+    """
+    spec = get_vit_layer_with_transformer_engine_spec()
+    layer = spec.submodules
+    attention_layer, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
+    attention_layer.linear_proj = _adding_its_bias(attention_layer.linear_proj)
+    mlp.linear_fc1, mlp.linear_fc2 = _adding_its_bias(mlp.linear_fc1), _adding_its_bias(mlp.linear_fc2)
+    return spec
+
+
+def _adding_its_bias(linear: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return how to build a linear layer that does not leave its bias to the caller."""
+
+    def build(*sizes: int, **options: Any) -> nn.Module:
+        return linear(*sizes, **options | {"skip_bias_add": False})
+
+    return build
+
+
+def use_fewer_kernels(encoder: TransformerBlock) -> None:
+    """Let one kernel do what several do in an encoder of `te_layer_spec`."""
+    from transformer_engine.pytorch.ops import QGELU, SwiGLU  # on GPUs only
+
+    config = encoder.config
+    split_gradients_without_copy()
+    for layer in encoder.layers:
+        for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            # Set for every row-parallel layer, but only a sum over ranks must come between product and bias.
+            replace_name(linear, "gemm_bias_unfused_add", linear.tp_size > 1)
+        if config.activation_func is quick_gelu:
+            layer.mlp.activation_func = StatelessActivation(QGELU())
+        elif config.use_te_activation_func:
+            layer.mlp.activation_func = StatelessActivation(SwiGLU())
+
+
+_MULTIPLE = 128
+"""Then each of up to eight ranks has a multiple of 16, and of 16-bit numbers cuBLAS wants 8 (its manual, "Tensor Core
+Usage")."""
+
+
+def padded_width(width: int) -> int:
+    """Return the width of an MLP in the model, which GPUs multiply fast and more ranks can divide.
+
+    The outputs for zero rows of the first matrix and its bias are zero, activation functions keep that, and zero
+    columns of the second matrix ignore them. Their gradients are zero too, so that they stay zero, and exports leave
+    them out. It does not depend on the number of ranks, nor do checkpoints.
+    """
+    return -(-width // _MULTIPLE) * _MULTIPLE
+
+
+@torch.no_grad()
+def clear_padding(mlp: MLP, width: int, *, tp_rank: int) -> None:
+    """Set to zero what a rank's part of a new MLP has beyond its width.
+
+    Args:
+        width: in Hugging Face's files; where it is gated, of the gate alone.
+    """
+    into, out_of = mlp.linear_fc1, mlp.linear_fc2
+    num_columns = out_of.weight.shape[1]
+    num_used = min(max(width - tp_rank * num_columns, 0), num_columns)
+    for parameter in (into.weight, into.bias):
+        for part in parameter.split(num_columns):  # gate and value, or all of it
+            part[num_used:] = 0
+    out_of.weight[:, num_used:] = 0

@@ -1,7 +1,8 @@
-"""The choice of the chat template, and of the language of prompts for data without questions."""
+"""The chat template: its choice, with the language of prompts, and its file in a Hugging Face folder."""
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from llava_mcore.errors import DataError
+from llava_mcore.errors import CheckpointError, DataError
 from llava_mcore.files.json_files import read_object
 from llava_mcore.templates.bounded import check_bounds
 from llava_mcore.templates.content_parts import accept_parts
@@ -84,3 +85,41 @@ def _own_template(tokenizer: PreTrainedTokenizerBase, folders: list[Path]) -> tu
         if folder == folders[0] and tokenizer.chat_template is not None:
             return tokenizer.get_chat_template(), folder
     return None
+
+
+FILE = "chat_template.jinja"
+LEGACY_FILE = "chat_template.json"
+CONFIGS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+"""Files with an older copy under "chat_template", which some readers of Hugging Face folders prefer."""
+
+
+def write_chat_template(folder: Path, template: str) -> None:
+    """Make `template` the folder's only chat template, for both tokenizer and processor."""
+    (folder / FILE).write_text(template, encoding="utf-8")
+    (folder / LEGACY_FILE).unlink(missing_ok=True)
+    for name in CONFIGS:
+        path = folder / name
+        config = read_object(path, CheckpointError) if path.is_file() else {}
+        if "chat_template" in config:
+            del config["chat_template"]
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def require_same_template(folder: Path, template: str) -> None:
+    """Refuse to resume with another template than a checkpoint was trained with.
+
+    Args:
+        folder: the checkpoint's Hugging Face files.
+        template: what the run would train with.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    path = folder / FILE
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    if before is not None and before != template:
+        raise CheckpointError(
+            f"{folder.parent} cannot be resumed with another chat template: it was trained with {path}. Give the same "
+            "--chat-template, --lang and --tokenizer-load-dir; to continue with another template, start a run with "
+            "another --name from these weights (--megatron-load-dir)"
+        )

@@ -105,12 +105,14 @@ def load_assets(
         DataError: lists everything that is missing or does not match.
     """
     errors: list[str] = []
+    # Loading continues after a problem, so that one message lists all of them.
     folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
     refuse_odd_files(folders)
     config = _load_config(folders[-1], errors)
     tokenizer = _load_tokenizer(hf_dir, errors)
     if tokenizer is not None:
         choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, errors)
+    # What depends on the tokenizer or the class is skipped where that could not be loaded.
     choice = _choose_template(tokenizer, folders, chat_template, lang, errors)
     processors = load_processors(folders, config, tokenizer, pixels, video_pixels, errors)
     plan = None if config is None else media_plan(folders, config, tokenizer, processors, errors)
@@ -121,6 +123,7 @@ def load_assets(
         raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", errors))
     assert config is not None and tokenizer is not None and choice is not None and preprocessor is not None
     assert plan is not None and token is not None
+    # From here on nothing is missing; a template that cannot be used still raises.
     chat = _chat_format(hf_dir, tokenizer, choice, plan, special_tokens_in_text, _placeholders(token, plan, processors))
     return Assets(
         tokenizer=tokenizer,

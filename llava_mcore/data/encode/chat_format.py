@@ -51,6 +51,7 @@ class ChatFormat(ChatText):
 
         Raises DataError for a template whose answers cannot be distinguished from its prompts.
         """
+        # What a text may contain, and how the template renders it.
         self.special_tokens_in_text = special_tokens_in_text
         self.image_token, self.video_token, self.audio_token = image_token, video_token, audio_token
         tokens = {IMAGE_MARK: image_token, VIDEO_MARK: video_token, AUDIO_MARK: audio_token}
@@ -60,6 +61,7 @@ class ChatFormat(ChatText):
             eos_token=str(tokenizer.eos_token),
             variables=tokenizer.special_tokens_map,
         )
+        # Ids by which placeholders and what is beside them are recognized in tokenized text.
         self.media_ids = {
             mark: int(tokenizer.convert_tokens_to_ids(token)) for mark, token in self._media_tokens.items()
         }
@@ -74,6 +76,7 @@ class ChatFormat(ChatText):
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
         self._encoder.no_padding()
+        # Special tokens that were typed must not be taken for the template's.
         named = [t for t in tokenizer.special_tokens_map.values() if isinstance(t, str)]
         placeholders = self._media_tokens.values()
         self._typed = TypedTokens(self._encoder, [*named, *placeholders], marks=self._media_tokens.keys())

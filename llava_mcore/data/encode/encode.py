@@ -117,6 +117,7 @@ def fit(
     Raises:
         TooLongError: it may not be truncated, or nothing to train on would be left.
     """
+    # Collect every budget that is exceeded, so that one message names all settings to raise.
     over, raised = [], []
     if len(tokens) > seq_length:
         over.append(f"{len(tokens)} tokens (media included), but data.seq_length is {seq_length}")
@@ -129,6 +130,7 @@ def fit(
     excess = f"the sample has {'; and '.join(over)}"
     if not truncate:
         raise TooLongError(f"{excess}; raise {' and '.join(raised)}, or choose --on-too-long drop or truncate")
+    # An answer that is cut off completely leaves nothing to learn.
     shorter = cut(tokens, seq_length, most_patches)
     if not shorter.trained.any():
         raise TooLongError(f"{excess}; if it is truncated, nothing to train on is left")

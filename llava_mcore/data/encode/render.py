@@ -117,12 +117,14 @@ def render_turns(
         DataError: the template cannot render them.
     """
     messages = [
+        # Fields of a turn, such as calls of tools, are handed over as they are.
         {"role": t.role, "content": content(t, formats[t.role], media_tokens)}
         | dict(t.fields)
         | ({reasoning_key: t.reasoning} if t.reasoning else {})
         for t in turns
     ]
     try:
+        # transformers' own renderer, as its processors use it.
         texts, spans = render_jinja_template(
             conversations=[messages],
             tools=[dict(tool) for tool in tools] or None,

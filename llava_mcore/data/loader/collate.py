@@ -123,6 +123,7 @@ def _batch(
     media: _MediaCollator,
 ) -> Batch:
     """Write conversations into rows, each starting at its (row, column). `plain`: positions [b, s] of text alone."""
+    # The token at i predicts the one at i + 1, so labels and mask are shifted, and the last token has none.
     shape = plain.shape
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.zeros(shape, dtype=np.int64)
@@ -132,6 +133,7 @@ def _batch(
         input_ids[row, start:end] = conversation.input_ids
         np.multiply(conversation.input_ids[1:], trained, out=labels[row, start : end - 1])
         loss_mask[row, start : end - 1] = trained
+    # Fields of media may be indices of tokens in the flattened batch [b * s].
     starts = [row * shape[1] + start for row, start in places]
     return Batch(
         __key__=[sample.__key__ for sample in samples],

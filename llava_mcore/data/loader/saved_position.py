@@ -42,6 +42,7 @@ def settings_to_resume_with(
     Settings without effect are left out. So is the sequence length of samples that are not packed: it may change, as
     docs/data.md says.
     """
+    # These settings decide something only where samples are packed.
     packing = {"data.packing_buffer_size": data.packing_buffer_size, "data.seq_length": data.seq_length}
     return {
         PROCESSORS: assets.images.settings(),

@@ -213,6 +213,7 @@ def reading(path: Path | str, timeout: float) -> Iterator[None]:
     except (OSError, ValueError, tarfile.TarError) as error:
         raise DataError(f"{path} cannot be read: {type(error).__name__}: {_own_message(error)}") from error
     except RuntimeError as error:
+        # torch and storage clients report several failures as RuntimeError; anything else is a bug.
         message = storage_message(error)
         if message is not None:
             raise DataError(f"{path} cannot be read: {message}") from error

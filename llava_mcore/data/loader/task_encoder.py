@@ -79,6 +79,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
     @stateless
     def preencode_sample(self, sample: Sample) -> TokenSample:
         """Tokenize one sample. DataError if it is broken or does not fit."""
+        # A pack that `prepare` has written has several conversations; each gets a key.
         chat = chat_from_standard(sample)
         single = len(chat.conversations) == 1
         if not single and not self.data.packing:
@@ -90,10 +91,12 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         ]
         if self.augmentation is not None:
             conversations = [self._augmented(self.augmentation, chat, conversation) for conversation in conversations]
+        # Lengths are all that packing needs; media stay encoded until then.
         num_patches = sum(conversation.num_patches for conversation in conversations)
         tokens = TokenSample.derive_from(
             chat, conversations=conversations, num_tokens=sum(map(len, conversations)), num_patches=num_patches
         )
+        # A written pack cannot be divided, so it must keep to the budgets as a whole.
         limit = self.data.max_media_tokens
         if limit is not None and num_patches > limit:  # each conversation has fewer
             raise TooLongError(

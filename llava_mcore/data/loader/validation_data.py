@@ -52,11 +52,13 @@ class ValidationData:
         self._data, self._assets, self._seed, self._pad_multiple = data, assets, seed, pad_multiple
         self._micro_batch_size = micro_batch_size
         with reading(data.path, data.timeout):
+            # Energon knows the number of samples only of an opened dataset: first as one stream, then as divided.
             lengths = self._lengths(1)
             if not lengths[0]:
                 raise DataError(f"the validation part of {data.path} has no samples")
             num_streams = max(1, min(MOST_STREAMS, lengths[0] // LEAST_SAMPLES))
             lengths = self._lengths(num_streams)
+        # Every stream gives its share of the samples to read.
         num_samples = sum(lengths) if most_samples is None else most_samples
         self._quotas = dict(enumerate(quotas(lengths, num_samples)))
         self._warnings = SampleWarnings(data.path, assets)

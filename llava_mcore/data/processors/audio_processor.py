@@ -47,8 +47,10 @@ def choose_audios(
     """
     architecture = architecture_of(config)
     if not architecture.takes_audios:
+        # A class without sound is no problem until a sample has some.
         known = ", ".join(classes_that_take_audios())
         return Audios(reason=f"{architecture.model_class.__name__} does not support sound; classes that do: {known}")
+    # A class with sound cannot do without a feature extractor.
     token = architecture.audio_placeholder(tokenizer)
     folder = next((f for f in folders if any((f / name).is_file() for name in files)), None)
     if folder is None:

@@ -93,6 +93,7 @@ class ImagePreprocessor:
         self.pixel_shape = pixel_shape
         self.plan = plan
         self.pixel_scale = NO_SCALE
+        # Process a picture that is resized and cropped: does the result fit the tower?
         probe = noise(pixel_shape[-1] + 17, pixel_shape[-1] // 2 + 5)
         expected = self._process([probe])
         shape = tuple(expected.shape[1:])
@@ -101,6 +102,7 @@ class ImagePreprocessor:
                 f"the image processor makes pictures of {' x '.join(map(str, shape))}, but the vision tower takes "
                 f"{' x '.join(map(str, pixel_shape))}; correct size and crop_size in the processor's configuration"
             )
+        # Leave rescaling and normalizing to the device if that gives the same bits, for frames too.
         of_video = self._try_video(probe)
         if processor.do_rescale and processor.do_normalize:
             self.pixel_scale = torch.tensor([processor.image_mean, processor.image_std]) * (
@@ -110,6 +112,7 @@ class ImagePreprocessor:
                 of_video is not None and not self._is_normalized(self._process_video(_still(probe)), of_video)
             ):
                 self.pixel_scale = NO_SCALE
+        # Call the two remaining steps directly if they are all that the processor does.
         self._is_plain = not plan.any_size and bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
 
     @property

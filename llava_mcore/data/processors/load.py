@@ -74,12 +74,14 @@ def load_processors(
         pixels, video_pixels: the ranges of resized pictures and frames.
         errors: gets a line for everything that is missing or does not match.
     """
+    # The image processor alone can be checked without config or tokenizer.
     images = _load_image_processor(folders, errors) if config is None or architecture_of(config).takes_images else None
     if config is not None and images is not None:
         wrong = range_problems(images, config)
         errors += wrong or set_pixel_range(images, pixels, config)
     if config is None or tokenizer is None:
         return Processors(images)
+    # Samples with videos or sound are refused later if their processor cannot be used.
     audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, errors)
     videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
     if videos.processor is not None:
@@ -189,6 +191,7 @@ def _load(
     folders: Sequence[Path], config: PretrainedConfig, token: str, load_errors: tuple[type[Exception], ...]
 ) -> Videos:
     """Load the video processor; arguments as for `choose_videos`, and the placeholder."""
+    # The settings for videos, else those for pictures, which transformers would read for them.
     own_folder = next((folder for folder in folders if _has_video_processor(folder)), None)
     folder = own_folder or next((folder for folder in folders if (folder / PICTURE_FILE).is_file()), None)
     expected = video_processor_class(config)
@@ -200,6 +203,7 @@ def _load(
             reason=f"{folders[0]} has no video processor: neither {VIDEO_FILE} nor {PICTURE_FILE}, and no {SECTION} in "
             f"{PROCESSOR_FILE}; {advice}"
         )
+    # transformers chooses the class by the settings; it must be the one that belongs to the model.
     known = config if own_folder is None else None  # settings for pictures may not tell the class
     try:
         processor = AutoVideoProcessor.from_pretrained(

@@ -100,9 +100,11 @@ class _Grid(MediaPlan):
         self.fields = PICTURE_FIELDS
         self.any_size, self.tokens_per_tile, self._side = True, features_per_tile, side
         self.patches_per_tile = patches_per_tile
+        # What the processor does with sizes, which the plan repeats.
         _check_settings(processing.image_processor, side)
         self._splits = bool(processing.image_processor.do_image_splitting)
         self._longest = int(processing.image_processor.size.longest_edge)
+        # The marks that the processor writes around tiles.
         tokenizer = processing.tokenizer
         named = tokenizer.special_tokens_map
         self._image = str(tokenizer.convert_ids_to_tokens(image_token_id))

@@ -43,6 +43,7 @@ class Perceiver(Connector):
         """
         perceiver, width = hf.perceiver_config, hf.text_config.hidden_size
         heads, groups = perceiver.resampler_n_heads, perceiver.num_key_value_heads
+        # Refuse values that do not fit together.
         if perceiver.hidden_size != width or heads % groups:
             raise ConversionError(
                 f"perceiver_config: hidden_size {perceiver.hidden_size} must be the language model's {width}, and "
@@ -54,6 +55,7 @@ class Perceiver(Connector):
                 f"{hf.text_config.model_type} cannot be its language model; take Mistral, Llama or Qwen, for example"
             )
         return {
+            # As transformers' module: gated MLPs, RMSNorm, no biases.
             "num_layers": perceiver.resampler_depth,
             "hidden_size": width,
             "ffn_hidden_size": _GATED_WIDTH * width,

@@ -46,6 +46,7 @@ class LatentReads:
             num_latents: l.
             max_seqlen: the largest of seqlens.
         """
+        # Each picture's latents are placed after its features, so that one call attends over both.
         pictures = torch.arange(len(seqlens), device=seqlens.device)
         owner = pictures.repeat_interleave(seqlens, output_size=num_features)  # of each feature
         after = seqlens.cumsum(0)[:, None] + torch.arange(num_latents, device=seqlens.device)
@@ -55,6 +56,7 @@ class LatentReads:
                 (after + num_latents * pictures[:, None]).flatten(),
             ]
         )
+        # Latents ask, features and latents answer: two lists of bounds.
         bounds = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
         asking = torch.arange(len(seqlens) + 1, dtype=torch.int32, device=seqlens.device) * num_latents
         lengths = PackedSeqParams(

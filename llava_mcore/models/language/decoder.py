@@ -163,6 +163,7 @@ class LanguageModel(GPTModel):
         if config.use_te_activation_func:
             for layer in self.decoder.layers:
                 layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
+        # Hugging Face's frequencies: by position ids, or by indices if layers with a window have others.
         self.shape = shape
         if shape.local_rope is None:
             use_position_ids(self, TokenRope(shape.rope.inv_freq, shape.rope.axes))

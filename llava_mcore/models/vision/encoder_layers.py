@@ -108,6 +108,7 @@ def layer_entries(
         ffn: the width inside the MLPs in the files, and in the model; None: they are equal.
     """
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
+    # Several tensors of a file may be one in the model, and MLPs may be wider there.
     qkv, into = (tuple(f"{h}{name}.{{wb}}" for name in x) for x in (names.query_key_value, names.into))
     heads = hf.num_attention_heads
     fuse: TensorTransform = FuseQKV(heads, heads) if len(qkv) > 1 else Regroup(heads, heads)
@@ -115,6 +116,7 @@ def layer_entries(
     narrow: TensorTransform = Copy()
     if ffn is not None and ffn[0] != ffn[1]:
         stack, narrow = PadParts(len(into), *ffn), PadColumns(*ffn)
+    # Norms are whole on every rank, and may lack biases; the others are divided by columns or rows.
     norms = [
         Entry(m + "input_layernorm.{wb}", f"{h}{names.norm_before}.{{wb}}", REPLICATED),
         Entry(m + "pre_mlp_layernorm.{wb}", f"{h}{names.norm_between}.{{wb}}", REPLICATED),

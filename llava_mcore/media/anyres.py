@@ -26,8 +26,8 @@ from transformers.models.llava_next.modeling_llava_next import get_anyres_image_
 from llava_mcore.media.batch_fields import (
     FEATURE_POSITIONS,
     FEATURE_ROWS,
+    IMAGE_FIELDS,
     NEWLINE_POSITIONS,
-    PICTURE_FIELDS,
     RESIZED_POSITIONS,
     RESIZED_ROWS,
     RESIZED_WEIGHTS,
@@ -36,7 +36,7 @@ from llava_mcore.media.batch_fields import (
 )
 from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Size, VideoShape
 
-NEXT_FIELDS: Fields = dict(PICTURE_FIELDS) | {
+NEXT_FIELDS: Fields = dict(IMAGE_FIELDS) | {
     FEATURE_ROWS: Field((torch.int64,), index_of="features"),
     NEWLINE_POSITIONS: Field((torch.int64,), index_of="tokens"),
 }
@@ -112,20 +112,20 @@ class AnyResPlan(MediaPlan):
         return MediaBudget(self.num_base + tokens, (1 + tiles) * self.num_base)
 
     def pixels(
-        self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles [tiles, 3, h, w] of pictures; only base views if their tokens say so."""
 
         def processed(images: list[Any]) -> Tensor:
             return processor(images=images, return_tensors="pt", **options)["pixel_values"]
 
-        bases = [picture for picture, item in zip(pictures, tokens, strict=True) if item.num_rows == 1]
+        bases = [image for image, item in zip(images, tokens, strict=True) if item.num_rows == 1]
         # The image processor splits a picture that is alone in its conversation: a single base view is passed twice.
         views = iter(processed([bases if len(bases) > 1 else bases * 2]) if bases else ())
         return torch.cat(
             [
-                next(views) if item.num_rows == 1 else processed([picture])[0]
-                for picture, item in zip(pictures, tokens, strict=True)
+                next(views) if item.num_rows == 1 else processed([image])[0]
+                for image, item in zip(images, tokens, strict=True)
             ]
         )
 

@@ -69,7 +69,7 @@ The connector returns features in this order, and FEATURE_POSITIONS are in it to
 POSITION_ROWS, POSITION_WEIGHTS = "position_rows", "position_weights"
 """The position embedding of a patch is a weighted sum of four rows of the tower's table; without weights, one row."""
 
-PICTURE_FIELDS: Fields = {
+IMAGE_FIELDS: Fields = {
     PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),
     PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
     FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
@@ -92,7 +92,7 @@ TABLE_PATCH_FIELDS: Fields = {
 """The same for a tower that looks up the position of a patch in its table."""
 
 
-SOUND_FIELDS: Fields = {
+AUDIO_FIELDS: Fields = {
     PIXEL_VALUES: Field((torch.float32,), (None,)),
     PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
     FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),

@@ -16,7 +16,7 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 
 from llava_mcore.compat.transformers import encoded_lengths
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, SOUND_FIELDS
+from llava_mcore.media.batch_fields import AUDIO_FIELDS, FEATURE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Size
 
 ROWS_BEFORE = 1
@@ -82,7 +82,7 @@ class AudioPlan(MediaPlan):
         """Raises ConversionError for a feature extractor whose frames are not those of the encoder."""
         check_extractor(extractor, hf.audio_config)
         self._arguments = (hf, extractor)
-        self.fields, self.audio_token_id = SOUND_FIELDS, int(hf.audio_token_id)
+        self.fields, self.audio_token_id = AUDIO_FIELDS, int(hf.audio_token_id)
         self.sampling_rate, self.hop_length = int(extractor.sampling_rate), int(extractor.hop_length)
         self.most_samples = int(extractor.n_samples)
         self.num_mel_bins = int(hf.audio_config.num_mel_bins)

@@ -22,7 +22,7 @@ from llava_mcore.data.encode.chat_template import require_same_template
 from llava_mcore.data.loader.source import noticing_killed_loaders
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.loader.validation_data import ValidationData
-from llava_mcore.data.processors.pixel_range import FRAMES, PICTURES, write_pixel_range
+from llava_mcore.data.processors.pixel_range import FRAMES, IMAGES, write_pixel_range
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
@@ -205,7 +205,7 @@ def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: As
     )
     write_stop_token(target, assets.eos_token_id)
     if run.data.pixels != PixelRange():
-        write_pixel_range(target, assets.pixels, PICTURES)
+        write_pixel_range(target, assets.pixels, IMAGES)
     if run.data.video_pixels != PixelRange():
         write_pixel_range(target, assets.video_pixels, FRAMES)
     return target

@@ -23,7 +23,7 @@ from llava_mcore.data.encode.tokens import (
     media_tokens,
     video_tokens,
 )
-from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video
+from llava_mcore.data.samples import Audio, Conversation, MediaSpan, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import MediaPlan, MediaTokens
 
@@ -62,7 +62,7 @@ def check_media(conversation: Conversation, assets: Assets) -> None:
             raise DataError(f"it has a {NAMES[mark]}, but {assets.refused[mark]}")
     if len(frames) > limits.frames:
         raise DataError(f"its videos have {len(frames)} frames; the limit is {limits.frames} (max_frames)")
-    num_bytes = sum(map(len, (*conversation.images, *frames, *(sound.data for sound in conversation.audios))))
+    num_bytes = sum(map(len, (*conversation.images, *frames, *(audio.data for audio in conversation.audios))))
     if num_bytes > limits.sample_bytes:
         raise DataError(
             f"its pictures, frames and sounds have {num_bytes} bytes; the limit is {limits.sample_bytes} "
@@ -76,7 +76,7 @@ def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: 
     images = zip(conversation.images, media_tokens(conversation.images, plan, most_pixels), strict=True)
     videos = zip(conversation.videos, video_tokens(conversation.videos, plan, most_pixels), strict=True)
     audios = zip(conversation.audios, audio_tokens(conversation.audios, plan), strict=True)
-    ordered: list[tuple[bytes | Video | Sound, MediaTokens]] = in_order(text.ids, [*images], [*videos], [*audios], plan)
+    ordered: list[tuple[bytes | Video | Audio, MediaTokens]] = in_order(text.ids, [*images], [*videos], [*audios], plan)
     tokens = expand(text, plan.placeholders, [item for _, item in ordered])
     placed = (MediaSpan(data, int(start), item) for (data, item), start in zip(ordered, tokens.starts, strict=True))
     return TokenConversation(key, tokens.input_ids, tokens.trained, tuple(placed), truncated=False, typed=tokens.typed)

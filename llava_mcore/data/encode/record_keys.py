@@ -36,7 +36,7 @@ CLIP_KEYS = {
     "end": ("video_end", "end_time", "end"),
 }
 """Options of one video, which frames are taken, and the spellings of each."""
-PICTURE_OPTIONS = frozenset((*SIZE_KEYS, "detail"))
+IMAGE_OPTIONS = frozenset((*SIZE_KEYS, "detail"))
 VIDEO_OPTIONS = frozenset((*SIZE_KEYS, *(key for spellings in CLIP_KEYS.values() for key in spellings)))
 
 
@@ -131,7 +131,7 @@ PART = KeyTable(
     level=" of parts",
     honored=frozenset(("type", "text", "url", "path", "thinking", "reasoning", "frames", "bytes", "base64"))
     | frozenset((*MEDIA_KEYS, "image_url", "video_url", "audio_url", "input_audio"))
-    | PICTURE_OPTIONS
+    | IMAGE_OPTIONS
     | VIDEO_OPTIONS,
     refused={
         "raw_fps": RefusedKey("write `fps`: the number of the listed frames per second"),

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.processors.audio_files import sound_length
-from llava_mcore.data.processors.image_header import picture_size
-from llava_mcore.data.samples import Sound, Turn, Video
+from llava_mcore.data.processors.audio_files import audio_length
+from llava_mcore.data.processors.image_header import image_size
+from llava_mcore.data.samples import Audio, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import MediaPlan, MediaTokens, Size, VideoShape
 
@@ -95,13 +95,13 @@ NO_SIZE: Size = (0, 0)
 """Size of a picture if the tokens do not depend on it."""
 
 
-def media_tokens(pictures: Sequence[bytes], plan: MediaPlan, most_pixels: int) -> list[MediaTokens]:
+def media_tokens(images: Sequence[bytes], plan: MediaPlan, most_pixels: int) -> list[MediaTokens]:
     """Return the tokens of the pictures of one conversation; only headers are read, and only if sizes matter.
 
     Raises:
         DataError: a picture whose size cannot be read, or that has more than most_pixels.
     """
-    return plan.tokens([picture_size(data, most_pixels) if plan.any_size else NO_SIZE for data in pictures])
+    return plan.tokens([image_size(data, most_pixels) if plan.any_size else NO_SIZE for data in images])
 
 
 def video_tokens(videos: Sequence[Video], plan: MediaPlan, most_pixels: int) -> list[MediaTokens]:
@@ -121,7 +121,7 @@ def video_shape(video: Video, video_index: int = 0, most_pixels: int = LIMITS.pi
     first: Size | None = None
     for index, frame in enumerate(video.frames):
         try:
-            size = picture_size(frame, most_pixels)
+            size = image_size(frame, most_pixels)
         except DataError as error:
             raise DataError(f"video {video_index}, frame {index}: {error}") from error
         first = first or size
@@ -135,26 +135,26 @@ def video_shape(video: Video, video_index: int = 0, most_pixels: int = LIMITS.pi
     return VideoShape(len(video.frames), *first, video.fps)
 
 
-def audio_tokens(sounds: Sequence[Sound], plan: MediaPlan) -> list[MediaTokens]:
+def audio_tokens(audios: Sequence[Audio], plan: MediaPlan) -> list[MediaTokens]:
     """Return the tokens of the sounds of one conversation; only their headers are read.
 
     Raises:
         DataError: a sound whose length cannot be read, or that is longer than the model takes.
     """
-    if not sounds:
+    if not audios:
         return []
-    return plan.audio_tokens([sound_length(sound.data, plan.sampling_rate) for sound in sounds])
+    return plan.audio_tokens([audio_length(audio.data, plan.sampling_rate) for audio in audios])
 
 
 def in_order[T](
-    ids: NDArray[np.int64], pictures: Sequence[T], videos: Sequence[T], audios: Sequence[T], plan: MediaPlan
+    ids: NDArray[np.int64], images: Sequence[T], videos: Sequence[T], audios: Sequence[T], plan: MediaPlan
 ) -> list[T]:
     """Return the items of pictures, videos and sounds in the order of their placeholders in a text.
 
     A template may put all pictures of a turn before its videos; no kind changes its order.
     """
     queues = {
-        plan.image_token_id: iter(pictures),
+        plan.image_token_id: iter(images),
         plan.video_token_id: iter(videos),
         plan.audio_token_id: iter(audios),
     }

@@ -21,7 +21,7 @@ from megatron.energon import (
 from llava_mcore.compat.energon.passes import pass_of
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.augment import Augmentation, PictureKey
+from llava_mcore.data.encode.augment import Augmentation, ImageKey
 from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat, with_prompt
 from llava_mcore.data.encode.encode import TooLongError, fit, tokenize
 from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
@@ -126,7 +126,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         """Return the conversation with the draws of its pictures and videos fixed; they are decoded much later."""
         dataset, pass_index = pass_of(chat.__subflavors__)
         keys = [
-            PictureKey(self.seed, dataset, conversation.key, pass_index, index)
+            ImageKey(self.seed, dataset, conversation.key, pass_index, index)
             for index in range(len(conversation.media))
         ]
         media = [

@@ -117,25 +117,25 @@ def require_libraries() -> None:
         raise DataError(NO_LIBRARY) from error
 
 
-def sound_length(data: bytes, rate: int) -> int:
+def audio_length(data: bytes, rate: int) -> int:
     """Return the number of samples of a sound at `rate` per second, from its header (see `with_length`).
 
-    DataError like `decode_sound`.
+    DataError like `decode_audio`.
     """
     with _opened(data) as file:
         return resampled_length(file.frames, file.samplerate, rate)
 
 
-def sound_format(data: bytes) -> tuple[str, float]:
-    """Return the file suffix of a sound's format and its seconds, from its header. DataError like `decode_sound`."""
+def audio_format(data: bytes) -> tuple[str, float]:
+    """Return the file suffix of a sound's format and its seconds, from its header. DataError like `decode_audio`."""
     with _opened(data) as file:
         return FORMATS[file.format], file.frames / file.samplerate
 
 
-def decode_sound(data: bytes, rate: int) -> NDArray[np.float32]:
+def decode_audio(data: bytes, rate: int) -> NDArray[np.float32]:
     """Return a sound as transformers' `load_audio` loads it, [samples]: the mean of its channels, resampled.
 
-    Call `sound_length` first: a sound is decoded whatever its length.
+    Call `audio_length` first: a sound is decoded whatever its length.
 
     Raises:
         DataError: its format is not supported, or it is empty or damaged.
@@ -146,8 +146,8 @@ def decode_sound(data: bytes, rate: int) -> NDArray[np.float32]:
     return mono if own_rate == rate else _resampled(mono, own_rate, rate, length)
 
 
-def check_sound(data: bytes) -> None:
-    """Decode a sound of any length, block by block. DataError like `decode_sound`."""
+def check_audio(data: bytes) -> None:
+    """Decode a sound of any length, block by block. DataError like `decode_audio`."""
     with _opened(data) as file:
         for _ in _blocks(file):
             pass

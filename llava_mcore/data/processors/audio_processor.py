@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, PretrainedConfig, PreTrainedTokenizerBase, WhisperFeatureExtractor
 
-from llava_mcore.data.processors.audio_files import decode_sound, require_libraries
+from llava_mcore.data.processors.audio_files import decode_audio, require_libraries
 from llava_mcore.data.processors.image_processor import settings_of
-from llava_mcore.data.samples import MediaSpan, Sound
+from llava_mcore.data.samples import Audio, MediaSpan
 from llava_mcore.errors import DataError
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.media.batch_fields import NO_SCALE
@@ -68,7 +68,7 @@ def choose_audios(
     return Audios(extractor, token)
 
 
-class SoundPreprocessor:
+class AudioPreprocessor:
     """The checkpoint's feature extractor: sounds as bytes -> rows of mel frames, which nothing normalizes later."""
 
     def __init__(self, extractor: WhisperFeatureExtractor, plan: AudioPlan) -> None:
@@ -94,6 +94,6 @@ class SoundPreprocessor:
         return torch.cat(rows) if rows else torch.empty(0, self.plan.num_mel_bins)
 
     def _rows(self, item: MediaSpan) -> Tensor:
-        assert isinstance(item.data, Sound), "check_media refuses samples with pictures or videos"
-        wave = decode_sound(item.data.data, self.plan.sampling_rate)
+        assert isinstance(item.data, Audio), "check_media refuses samples with pictures or videos"
+        wave = decode_audio(item.data.data, self.plan.sampling_rate)
         return self.plan.audio_rows(self.extractor, wave, item.tokens)

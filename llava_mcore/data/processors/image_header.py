@@ -58,12 +58,12 @@ DAMAGED = (
 would treat some of them as a bug, others as an error of the whole pack."""
 
 
-class PictureFormatError(DataError):
+class ImageFormatError(DataError):
     """A picture of a format that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
-class PictureHeader:
+class ImageHeader:
     """The properties of a picture that are known without decoding it."""
 
     format: str
@@ -74,22 +74,22 @@ class PictureHeader:
     """Height and width, upright."""
 
 
-def read_header(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> PictureHeader:
+def read_header(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> ImageHeader:
     """Return the header of a picture; only that is read, except of a PNG with an orientation after its pixels.
 
     A larger picture than `most_pixels` is never decoded; its height and width may then be swapped.
 
     Raises:
-        PictureFormatError: the format is not supported.
+        ImageFormatError: the format is not supported.
         DataError: the bytes are not a picture.
     """
     with reporting_damage(data):
-        image = open_picture(data)
+        image = open_image(data)
         if image.width * image.height <= most_pixels and _has_late_orientation(data):
             image.load()
         width, height = image.size
         size = (width, height) if _turns_sideways(image) else (height, width)
-        return PictureHeader(str(image.format), image.mode, size)
+        return ImageHeader(str(image.format), image.mode, size)
 
 
 def size_problem(size: Size, most_pixels: int, limit: str = "data.max_picture_pixels") -> str | None:
@@ -120,14 +120,14 @@ def depth_problem(mode: str) -> str | None:
     )
 
 
-def check_header(header: PictureHeader, most_pixels: int) -> None:
+def check_header(header: ImageHeader, most_pixels: int) -> None:
     """Raise ValueError for a picture that cannot be used."""
     problem = size_problem(header.size, most_pixels) or ratio_problem(header.size) or depth_problem(header.mode)
     if problem is not None:
         raise ValueError(problem)
 
 
-def picture_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Size:
+def image_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Size:
     """Return height and width of a picture as `decode_image` returns it, from its header.
 
     Raises DataError if the bytes are not a picture, or one that cannot be used.
@@ -148,14 +148,14 @@ def reporting_damage(data: bytes) -> Iterator[None]:
         other = _other_format(data)
         if other is None:
             raise DataError(f"{start}: no known format") from error
-        raise PictureFormatError(
+        raise ImageFormatError(
             f"{start}: no known format, it seems to be {other}; supported: {', '.join(IMAGE_PARTS)}"
         ) from error
     except DAMAGED as error:
         raise DataError(f"{start}: {error}") from error
 
 
-def open_picture(data: bytes) -> Image.Image:
+def open_image(data: bytes) -> Image.Image:
     """Open a picture in a supported format; Pillow passes others to programs (EPS) or plugins."""
     return Image.open(BytesIO(data), formats=FORMATS)
 

@@ -206,13 +206,13 @@ class ImagePreprocessor:
         Raises:
             DataError: a picture cannot be decoded, or the processor returns a different number of tiles.
         """
-        pictures = [item for item in media if isinstance(item.data, bytes)]
-        tiles = self._picture_tiles(pictures)
-        if len(pictures) == len(media):
+        images = [item for item in media if isinstance(item.data, bytes)]
+        tiles = self._image_tiles(images)
+        if len(images) == len(media):
             return tiles
-        of_pictures = iter(tiles.split([item.tokens.num_rows for item in pictures]))
+        of_images = iter(tiles.split([item.tokens.num_rows for item in images]))
         return torch.cat(
-            [self._video_tiles(item) if isinstance(item.data, Video) else next(of_pictures) for item in media]
+            [self._video_tiles(item) if isinstance(item.data, Video) else next(of_images) for item in media]
         )
 
     def _video_tiles(self, item: MediaSpan) -> Tensor:
@@ -223,16 +223,16 @@ class ImagePreprocessor:
             frames = torch.stack([item.augment(frame) for frame in frames])
         return self._process_video(frames, item.tokens)
 
-    def _picture_tiles(self, pictures: Sequence[MediaSpan]) -> Tensor:
+    def _image_tiles(self, images: Sequence[MediaSpan]) -> Tensor:
         """Return the tiles of pictures."""
-        if pictures and not self._is_plain:
-            return self._process([self._image(item) for item in pictures], [item.tokens for item in pictures])
-        if len(pictures) == 1:  # a batch of such samples is copied together
-            return self._resize_and_crop(self._pixels(pictures[0]))[None]
+        if images and not self._is_plain:
+            return self._process([self._image(item) for item in images], [item.tokens for item in images])
+        if len(images) == 1:  # a batch of such samples is copied together
+            return self._resize_and_crop(self._pixels(images[0]))[None]
         layout = torch.channels_last if len(self.pixel_shape) == 3 else torch.contiguous_format
         dtype = torch.uint8 if len(self.pixel_scale) else torch.float32
-        pixels = torch.empty((len(pictures), *self.pixel_shape), dtype=dtype, memory_format=layout)
-        for tile, item in zip(pixels, pictures, strict=True):
+        pixels = torch.empty((len(images), *self.pixel_shape), dtype=dtype, memory_format=layout)
+        for tile, item in zip(pixels, images, strict=True):
             tile.copy_(self._resize_and_crop(self._pixels(item)))
         return pixels
 

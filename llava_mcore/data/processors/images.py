@@ -15,9 +15,9 @@ from torchvision.transforms.v2 import functional as F
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.processors.image_header import (
-    PictureHeader,
+    ImageHeader,
     check_header,
-    open_picture,
+    open_image,
     orientation_of,
     ratio_problem,
     reporting_damage,
@@ -72,7 +72,7 @@ def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb:
             # If it fails, Pillow may decode the picture, or raises the reason.
             with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-        return F.pil_to_tensor(to_rgb(_upright(image or open_picture(data))))
+        return F.pil_to_tensor(to_rgb(_upright(image or open_image(data))))
 
 
 def decode_frames(
@@ -89,9 +89,9 @@ def decode_frames(
 
 def _checked(data: bytes, most_pixels: int) -> Image.Image:
     """Open a picture. ValueError for one that cannot be used."""
-    image = open_picture(data)
+    image = open_image(data)
     # No limit depends on which of the sides is the height.
-    check_header(PictureHeader(str(image.format), image.mode, (image.height, image.width)), most_pixels)
+    check_header(ImageHeader(str(image.format), image.mode, (image.height, image.width)), most_pixels)
     return image
 
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from llava_mcore.compat.transformers import video_processor_class
 from llava_mcore.config.sections.data import Limits, PixelRange
-from llava_mcore.data.processors.audio_processor import Audios, SoundPreprocessor, choose_audios
+from llava_mcore.data.processors.audio_processor import AudioPreprocessor, Audios, choose_audios
 from llava_mcore.data.processors.image_processor import ImagePreprocessor, MediaPreprocessor, load_image_processor
 from llava_mcore.data.processors.pixel_range import FRAMES, range_problems, set_pixel_range
 from llava_mcore.errors import ConversionError, DataError
@@ -35,7 +35,7 @@ LOAD_ERRORS = (*VALUE_ERRORS, OSError, RuntimeError, ImportError, StrictDataclas
 
 VIDEO_FILE, PROCESSOR_FILE, SECTION = "video_preprocessor_config.json", "processor_config.json", "video_processor"
 """A video processor is in the first file, or in a section of the second."""
-PICTURE_FILE = "preprocessor_config.json"
+IMAGE_FILE = "preprocessor_config.json"
 """Older folders, such as the released ones of Qwen2-VL and Qwen2.5-VL, have only this file: transformers then reads the
 settings for pictures for videos too."""
 
@@ -116,7 +116,7 @@ def media_preprocessor(
         return None
     if isinstance(plan, AudioPlan):
         assert processors.audios.extractor is not None, "there is no plan without one"
-        return SoundPreprocessor(processors.audios.extractor, plan)
+        return AudioPreprocessor(processors.audios.extractor, plan)
     if processors.images is None:
         return None
     try:
@@ -193,14 +193,14 @@ def _load(
     """Load the video processor; arguments as for `choose_videos`, and the placeholder."""
     # The settings for videos, else those for pictures, which transformers would read for them.
     own_folder = next((folder for folder in folders if _has_video_processor(folder)), None)
-    folder = own_folder or next((folder for folder in folders if (folder / PICTURE_FILE).is_file()), None)
+    folder = own_folder or next((folder for folder in folders if (folder / IMAGE_FILE).is_file()), None)
     expected = video_processor_class(config)
     advice = (
         f"write {folders[0] / VIDEO_FILE}, as the released folder has it or {expected.__name__}.save_pretrained does"
     )
     if folder is None:
         return Videos(
-            reason=f"{folders[0]} has no video processor: neither {VIDEO_FILE} nor {PICTURE_FILE}, and no {SECTION} in "
+            reason=f"{folders[0]} has no video processor: neither {VIDEO_FILE} nor {IMAGE_FILE}, and no {SECTION} in "
             f"{PROCESSOR_FILE}; {advice}"
         )
     # transformers chooses the class by the settings; it must be the one that belongs to the model.
@@ -211,9 +211,7 @@ def _load(
         )
     except load_errors as error:
         return Videos(reason=f"the video processor in {folder} cannot be loaded: {why_not_loaded(error)}")
-    if (
-        type(processor) is not expected
-    ):  # as for Qwen3-VL with PICTURE_FILE alone, which names Qwen2-VL's image processor
+    if type(processor) is not expected:  # as for Qwen3-VL with IMAGE_FILE alone, which names Qwen2-VL's image processor
         return Videos(
             reason=f"the video processor in {folder} is {type(processor).__name__}, but "
             f"{architecture_of(config).model_class.__name__} takes {expected.__name__}; {advice}"

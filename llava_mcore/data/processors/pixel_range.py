@@ -15,10 +15,10 @@ from llava_mcore.errors import CheckpointError
 from llava_mcore.files.json_files import read_object
 from llava_mcore.models.architectures.registry import architecture_of
 
-NESTED, PICTURE_SETTINGS = "processor_config.json", "preprocessor_config.json"
+NESTED, IMAGE_SETTINGS = "processor_config.json", "preprocessor_config.json"
 """Files with the image processor's settings: under "image_processor", and at the top level."""
 OF_VIDEOS, VIDEO_SECTION = "video_preprocessor_config.json", "video_processor"
-"""The video processor's file, and its section of `NESTED`. Without them, transformers reads `PICTURE_SETTINGS` for
+"""The video processor's file, and its section of `NESTED`. Without them, transformers reads `IMAGE_SETTINGS` for
 videos too."""
 
 
@@ -39,7 +39,7 @@ class Ranged:
         return " and ".join(f"{flag} {value}" for flag, value in values if value is not None)
 
 
-PICTURES = Ranged("pictures", ("--min-pixels", "--max-pixels"), "image processor", "image_processor", PICTURE_SETTINGS)
+IMAGES = Ranged("pictures", ("--min-pixels", "--max-pixels"), "image processor", "image_processor", IMAGE_SETTINGS)
 FRAMES = Ranged("frames", ("--video-min-pixels", "--video-max-pixels"), "video processor", VIDEO_SECTION, OF_VIDEOS)
 
 
@@ -47,7 +47,7 @@ def set_pixel_range(
     processor: BaseImageProcessor | BaseVideoProcessor,
     pixels: PixelRange,
     config: PretrainedConfig,
-    of: Ranged = PICTURES,
+    of: Ranged = IMAGES,
 ) -> list[str]:
     """Change a processor's range; return what is wrong, after which the processor is as it was."""
     if pixels == PixelRange():
@@ -75,7 +75,7 @@ def set_pixel_range(
 
 
 def range_problems(
-    processor: BaseImageProcessor | BaseVideoProcessor, config: PretrainedConfig, of: Ranged = PICTURES
+    processor: BaseImageProcessor | BaseVideoProcessor, config: PretrainedConfig, of: Ranged = IMAGES
 ) -> list[str]:
     """Return what is wrong with a processor's own range."""
     if not architecture_of(config).resizes_to_range:
@@ -97,12 +97,12 @@ def pixel_range_of(processor: BaseImageProcessor | BaseVideoProcessor | None, co
     return PixelRange(processor.size.shortest_edge, processor.size.longest_edge)
 
 
-def write_pixel_range(folder: Path, pixels: PixelRange, of: Ranged = PICTURES) -> None:
+def write_pixel_range(folder: Path, pixels: PixelRange, of: Ranged = IMAGES) -> None:
     """Write a range to a processor's settings in a Hugging Face folder, as the range of the exported model."""
     nested = read_object(folder / NESTED, CheckpointError) if (folder / NESTED).is_file() else {}
-    if (folder / PICTURE_SETTINGS).is_file() and not (folder / OF_VIDEOS).is_file() and VIDEO_SECTION not in nested:
+    if (folder / IMAGE_SETTINGS).is_file() and not (folder / OF_VIDEOS).is_file() and VIDEO_SECTION not in nested:
         shutil.copy(
-            folder / PICTURE_SETTINGS, folder / OF_VIDEOS
+            folder / IMAGE_SETTINGS, folder / OF_VIDEOS
         )  # pictures and videos had the same limits, and no longer do
     for name in (NESTED, of.file):
         path = folder / name

@@ -17,7 +17,7 @@ from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.processors.image_header import picture_size
+from llava_mcore.data.processors.image_header import image_size
 from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
@@ -217,6 +217,6 @@ def test_legacy_chat_template_file(copy: Path) -> None:
 def test_size_is_read_from_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     data = picture(0)
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
-    assert picture_size(data) == picture_size(data[:-20])
+    assert image_size(data) == image_size(data[:-20])
     with pytest.raises(DataError, match="no known format"):
-        picture_size(b"nothing")
+        image_size(b"nothing")

@@ -7,7 +7,7 @@ from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS, Limits
 from llava_mcore.data.processors.image_header import (
-    PictureFormatError,
+    ImageFormatError,
     depth_problem,
     ratio_problem,
     read_header,
@@ -15,21 +15,21 @@ from llava_mcore.data.processors.image_header import (
 )
 from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import DataError
-from llava_mcore.prepare.media.item_options import NO_RESIZING, Resizing, picture_sizes, resize
-from llava_mcore.prepare.media.references import PICTURE, read_reference
+from llava_mcore.prepare.media.item_options import NO_RESIZING, Resizing, image_sizes, resize
+from llava_mcore.prepare.media.references import IMAGE, read_reference
 from llava_mcore.prepare.row_types import BadSample, Picture, Reason
 
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "DIB": "bmp"}
 """File suffixes that are not the format's name; many phones write MPO into .jpg files."""
 
 
-def read_picture(
+def read_image(
     reference: Any, folder: Path, *, decode: bool = False, limits: Limits = LIMITS, resizing: Resizing = NO_RESIZING
 ) -> Picture:
     """Find a picture and read its header.
 
     Args:
-        reference: see `read_reference`; a mapping may have sizes too (see `picture_sizes`).
+        reference: see `read_reference`; a mapping may have sizes too (see `image_sizes`).
         decode: decode all of it, to check that it is complete.
         resizing: how a picture with such sizes is resized.
 
@@ -37,8 +37,8 @@ def read_picture(
         BadSample: it is missing, not on disk, of an unsupported format, too large, or broken, or has sizes that cannot
             be used.
     """
-    sizes = picture_sizes(reference)
-    data = read_reference(reference, folder, limits.sample_bytes, PICTURE)
+    sizes = image_sizes(reference)
+    data = read_reference(reference, folder, limits.sample_bytes, IMAGE)
     extension, size = inspect(data, limits)
     try:
         if sizes is not None:
@@ -58,7 +58,7 @@ def inspect(data: bytes, limits: Limits = LIMITS) -> tuple[str, tuple[int, int]]
     """
     try:
         header = read_header(data, limits.picture_pixels)
-    except PictureFormatError as error:
+    except ImageFormatError as error:
         raise BadSample(Reason.IMAGE_FORMAT, str(error)) from error
     except DataError as error:
         raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error

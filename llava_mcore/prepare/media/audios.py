@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.processors.audio_files import check_sound, require_libraries, sound_format
+from llava_mcore.data.processors.audio_files import audio_format, check_audio, require_libraries
 from llava_mcore.errors import DataError
-from llava_mcore.prepare.media.references import SOUND, read_reference
+from llava_mcore.prepare.media.references import AUDIO, read_reference
 from llava_mcore.prepare.row_types import BadSample, Reason, Recording
 
 
-def read_sound(reference: Any, folder: Path, limits: Limits, *, decode: bool = False) -> Recording:
+def read_audio(reference: Any, folder: Path, limits: Limits, *, decode: bool = False) -> Recording:
     """Find a sound and read its header.
 
     Args:
@@ -24,11 +24,11 @@ def read_sound(reference: Any, folder: Path, limits: Limits, *, decode: bool = F
         DataError: soundfile is not installed.
     """
     require_libraries()
-    data = read_reference(reference, folder, limits.sample_bytes, SOUND)
+    data = read_reference(reference, folder, limits.sample_bytes, AUDIO)
     try:
-        extension, seconds = sound_format(data)
+        extension, seconds = audio_format(data)
         if decode:
-            check_sound(data)
+            check_audio(data)
     except DataError as error:
         raise BadSample(Reason.AUDIO_BROKEN, str(error)) from error
     return Recording(data, extension, seconds)

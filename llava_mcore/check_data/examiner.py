@@ -18,11 +18,11 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.conversation import chat_from_standard
 from llava_mcore.data.encode.encode import TooLongError, stored_tokens
 from llava_mcore.data.encode.marks import LITERAL_REASON
-from llava_mcore.data.encode.stored_tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
+from llava_mcore.data.encode.tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
 from llava_mcore.data.loader.datasets import Dataset, open_datasets
-from llava_mcore.data.loader.skips import DATA_ERRORS, Skips
+from llava_mcore.data.loader.sample_problems import DATA_ERRORS, Skips
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
-from llava_mcore.data.samples import ChatSample, EncodedSample, Sound, TokenConversation, TokenSample, Video
+from llava_mcore.data.samples import Audio, ChatSample, EncodedSample, TokenConversation, TokenSample, Video
 from llava_mcore.errors import DataError
 
 Status = Literal["used", "left out", "stop", "excluded"]
@@ -141,7 +141,7 @@ class Examiner:
             num_conversations=len(chat.conversations),
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
             num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
-            num_sounds=sum(isinstance(item.data, Sound) for conversation in used for item in conversation.media),
+            num_sounds=sum(isinstance(item.data, Audio) for conversation in used for item in conversation.media),
             num_without_fps=sum(c.num_without_fps for c in used) if self.assets.plan.timed else 0,
             num_frames=tuple(len(item.data.frames) for c in used for item in c.media if isinstance(item.data, Video)),
         )

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from llava_mcore.check_data.examiner import Finding
-from llava_mcore.data.loader.best_fit import LEVELS, PatchBudget, levels_of, online_fill
+from llava_mcore.data.loader.packing import LEVELS, PatchBudget, levels_of, online_fill
 
 EXAMPLES = 3
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.checkpoint import layout
-from llava_mcore.data.encode.text import template_file as chat_template
+from llava_mcore.data.encode import chat_template
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_files import CONFIG, EXPLICIT, VOCABULARY_FILES, companion_files
 from llava_mcore.files.regular import read_object

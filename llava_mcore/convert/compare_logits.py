@@ -28,14 +28,13 @@ from llava_mcore.compat.transformers import exact_attention, tower_names_in_file
 from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libraries, sound_length
+from llava_mcore.data.processors.audio_files import audio_length, decode_audio, require_libraries
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import ConversionError, DataError, problems
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.media.audio_lengths import frames_kept
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
-from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.clip_plan import AudioPlan, frames_kept
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.model_table import detect_names
@@ -187,7 +186,7 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPromp
         content = [{"type": kind}, {"type": "text", "text": asked}]
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     # Tokens and pixels as transformers makes them; a class that pads pictures gets no tiles.
-    if architecture_of(hf).pads_pictures:
+    if architecture_of(hf).pads_images:
         processor.image_processor.do_image_splitting = False
     kwargs = (
         {"audio": wave, "sampling_rate": processor.feature_extractor.sampling_rate}
@@ -216,8 +215,8 @@ def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArra
     """Return a sound file as training decodes it, [samples]. DataError if it cannot be used."""
     require_libraries()
     data, plan = file.read_bytes(), AudioPlan(hf, processor.feature_extractor)
-    plan.audio_tokens([sound_length(data, plan.sampling_rate)])
-    return decode_sound(data, plan.sampling_rate)
+    plan.audio_tokens([audio_length(data, plan.sampling_rate)])
+    return decode_audio(data, plan.sampling_rate)
 
 
 def _hugging_face(

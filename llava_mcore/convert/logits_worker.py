@@ -16,8 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from llava_mcore import log
 from llava_mcore.convert.load_model import load_part
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.media.batch_fields import PIXEL_SCALE
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.probes import Recorder, watch_ours
 from llava_mcore.parallel.batch import longest_media

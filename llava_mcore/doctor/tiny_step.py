@@ -30,8 +30,7 @@ from llava_mcore import log
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.config.load import load_run_config
 from llava_mcore.doctor.self_test import Comparison, SelfTest
-from llava_mcore.media.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.language.decoder import padded_vocab_size
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.trainable import whole_names

@@ -17,11 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llava_mcore.media.batch_fields import Field, Fields
-from llava_mcore.media.pixels import as_used, in_memory
-from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, longest_media, num_trained, pad_to
+from llava_mcore.media.batch_fields import Field, Fields, as_used, in_memory
+from llava_mcore.parallel.batch import (
+    LENGTHS,
+    MediaLengths,
+    MicroBatch,
+    TensorFields,
+    host_lengths,
+    longest,
+    longest_media,
+    num_trained,
+    pad_to,
+)
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.parallel.items import LENGTHS, MediaLengths, host_lengths
 
 _DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
 """Dtypes of fields, by their number in the header."""
@@ -65,16 +73,8 @@ class _BatchHeader:
     def counts(self) -> list[int]:
         """Return the row of the header."""
         media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
-        counts = [
-            self.b,
-            self.s,
-            self.num_axes,
-            self.num_bounds,
-            self.max_seqlen,
-            self.num_trained,
-            self.max_media_seqlen,
-        ]
-        return [*counts, *media]
+        row = [self.b, self.s, self.num_axes, self.num_bounds, self.max_seqlen, self.num_trained, self.max_media_seqlen]
+        return [*row, *media]
 
     @classmethod
     def read(cls, row: Sequence[int], fields: Fields) -> _BatchHeader:

@@ -8,7 +8,7 @@ from typing import Any
 
 from llava_mcore.data.encode.marks import NAMES, TYPES, count_marks, escape
 from llava_mcore.data.encode.messages import decoded
-from llava_mcore.data.encode.record_keys import PART, PICTURE_OPTIONS, VIDEO_OPTIONS, full_value, is_full
+from llava_mcore.data.encode.record_keys import IMAGE_OPTIONS, PART, VIDEO_OPTIONS, full_value, is_full
 from llava_mcore.data.encode.sample_media import FRAMES_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.prepare.media.arrays import is_array
@@ -27,7 +27,7 @@ PART_KEYS = {
     AUDIO_MARK: ("audio_url", "audio", "url", "path", "base64"),
 }
 """Keys of a typed part that may refer to its picture, video or sound."""
-OPTIONS = {IMAGE_MARK: PICTURE_OPTIONS, VIDEO_MARK: VIDEO_OPTIONS}
+OPTIONS = {IMAGE_MARK: IMAGE_OPTIONS, VIDEO_MARK: VIDEO_OPTIONS}
 """Keys of a typed part that say how its picture or video is read."""
 ASKING = ("user", "tool")
 """Roles in whose text marks stand for media."""
@@ -227,7 +227,7 @@ def _media_part(part: Mapping[str, Any], mark: str, where: str) -> MediaPart:
 def _options(part: Mapping[str, Any], mark: str, where: str) -> dict[str, Any]:
     """Return what a part says about how its picture or video is read."""
     allowed = OPTIONS.get(mark, frozenset())
-    full = {key: part[key] for key in part if key in PICTURE_OPTIONS | VIDEO_OPTIONS and is_full(part[key])}
+    full = {key: part[key] for key in part if key in IMAGE_OPTIONS | VIDEO_OPTIONS and is_full(part[key])}
     others = ", ".join(f"`{key}`" for key in full if key not in allowed)
     if others:
         raise BadSample(Reason.KEY, f"{where}: {others} beside a {NAMES[mark]}, which has no such option")

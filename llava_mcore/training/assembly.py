@@ -20,7 +20,7 @@ from llava_mcore.checkpoint.verify import damage_found_together
 from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.encode.assets import Assets, require_same_tokenizer
-from llava_mcore.data.encode.text.template_file import require_same_template
+from llava_mcore.data.encode.chat_template import require_same_template
 from llava_mcore.data.loader.source import noticing_killed_loaders
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.loader.validation_data import ValidationData

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn
+from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Audio, Conversation, Turn
 from llava_mcore.inference.answering.hf_model import HfModel
 from llava_mcore.inference.generation.settings import TokenSampling, read_settings
 from tests.helpers.cases import SHORT_SOUNDS, TWO_ROPES, YARN, Case, make_sharp_case
@@ -45,7 +45,7 @@ def conversations(refused: Collection[str]) -> list[Conversation]:
     refused: the marks of media that it does not take. Sounds, if it takes no pictures.
     """
     if IMAGE_MARK in refused:
-        short, long = Sound(encoded(0.3)), Sound(encoded(2.7, 1))
+        short, long = Audio(encoded(0.3)), Audio(encoded(2.7, 1))
         return [
             Conversation((Turn("user", "<audio>\nWhat is this?"),), (), audios=(short,)),
             Conversation((Turn("user", "Which digit is said? Is it even?"),), ()),

@@ -23,9 +23,9 @@ from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_c
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.storage.blend import SPLIT
 from llava_mcore.data.storage.dataset_path import refuse_endless
-from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.remote import locate
 from llava_mcore.data.storage.shard_reader import read_shards_directly
+from llava_mcore.data.storage.tar_files import OPEN_SHARDS
 from llava_mcore.errors import DataError
 
 ErrorHandler = Callable[[Exception, Any, list[SourceInfo] | None], None]

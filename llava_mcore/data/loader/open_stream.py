@@ -16,15 +16,15 @@ from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_c
 from llava_mcore.compat.energon.passes import count_passes
 from llava_mcore.compat.energon.repeat import repeat_parts_exactly
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.loader.skips import raise_data_error
+from llava_mcore.data.loader.sample_problems import raise_data_error
 from llava_mcore.data.loader.streams import Stream
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.blend import SPLIT
 from llava_mcore.data.storage.dataset_path import VALIDATION
-from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.remote import locate
 from llava_mcore.data.storage.shard_reader import read_shards_directly
+from llava_mcore.data.storage.tar_files import OPEN_SHARDS
 from llava_mcore.errors import DataError
 
 SAMPLES_PER_SLICE = 100
@@ -48,9 +48,11 @@ def open_stream(
     assert data.path is not None
     forget_read_members()
     OPEN_SHARDS.close_all()  # the path may have other data by now
+    # Patches of energon that must be there when it opens the data.
     skip_nested_lines()
     repeat_parts_exactly()
     refuse_named_code()
+    # A stream is a rank of energon's with a single worker: it reads its own part, by its own random numbers.
     workers = WorkerConfig(
         rank=index,
         world_size=num_streams,
@@ -59,6 +61,7 @@ def open_stream(
         global_error_handler=encoder.skips,
         restore_error_handler=raise_data_error,
     )
+    # Validation reads in the order of the shards; training repeats, and shuffles if asked to.
     shuffles = data.shuffle_buffer_size > 1
     common: dict[str, Any] = {"worker_config": workers, "batch_size": batch_size, "task_encoder": encoder}
     dataset: SavableDataset[Batch]
@@ -86,6 +89,7 @@ def open_stream(
         ryml.ExceptionBasic,
     ) as error:
         raise DataError(f"{data.path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
+    # Replacements inside the opened dataset.
     read_shards_directly(dataset, data.max_sample_bytes)
     if encoder.augmentation is not None:
         count_passes(dataset)

@@ -11,28 +11,23 @@ drops the batches of the others.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-import torch
 from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.cache import NoCachePool
 from megatron.energon.errors import SYSTEM_EXCEPTIONS, FatalSampleError
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from llava_mcore.data.loader.energon_state import from_plain, to_plain
-from llava_mcore.data.loader.pixel_buffers import Buffered, PixelBuffers
-from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.loader.sample_problems import Skips
+from llava_mcore.data.loader.saved_position import from_plain, to_plain
+from llava_mcore.data.loader.source import MEMORY_ADVICE, Delivery, PixelBuffers
 from llava_mcore.data.samples import Batch, Skip
 from llava_mcore.data.storage.remote import STORAGE_ERRORS, storage_message
 from llava_mcore.errors import DataError, problems
 from llava_mcore.media.batch_fields import PIXEL_VALUES
-from llava_mcore.media.pixels import as_used, in_memory
 
 NUMBERS_OF_STREAMS = (48, 24, 12, 6, 4, 2, 1)
 """Numbers with many divisors: a run can continue on 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks without reading twice."""
@@ -41,10 +36,6 @@ LEAST_SAMPLES = 8
 SHOWN_SKIPS = 10
 SHOWN_CHARS = 300
 """Beginning of energon's description of a sample, which has its key and shard."""
-MEMORY_ADVICE = (
-    "if memory ran out, lower data.num_workers, data.shuffle_buffer_size or data.packing_buffer_size, or let large "
-    "pictures be skipped (data.max_picture_pixels)"
-)
 PLACE_EVERY = 16
 """Batches between two saved positions of a stream. Saving one costs about as much as decoding a picture; a resumed
 stream builds the batches since the last one again and drops them."""
@@ -161,48 +152,6 @@ class Turns:
             self.num_batches[stream] = index + 1
             heapq.heapreplace(self._queue, (index + 1, stream))
         return turns[self._rank]
-
-
-@dataclass
-class Delivery:
-    """A batch of a stream and, for some batches, the stream's position after it as plain containers."""
-
-    stream: int
-    batch: Batch
-    position: dict[str, Any] | None
-    buffered: Buffered | None = None
-    """Where the batch's pixels are, if they are not in the batch."""
-    buffers: PixelBuffers | None = None
-
-    def pin_memory(self) -> Self:
-        """Copy the tensors to pinned memory (called by torch in a thread, so that a step does not wait for it)."""
-        self.take_pixels(pinned=True)
-        self.batch = self.batch.pin_memory()
-        return self
-
-    def take_pixels(self, *, pinned: bool) -> None:
-        """Copy pixels from their buffer into the batch."""
-        if self.buffers is not None and self.buffered is not None:
-            self.batch.media[PIXEL_VALUES] = self.buffers.take(self.buffered, pinned=pinned)
-            self.buffers = self.buffered = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the tensors except pixels as bytes for the pipe: shared memory for each of them would cost more."""
-        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch) if f.name != "media"}
-        arrays = {name: value.numpy() for name, value in fields.items() if isinstance(value, Tensor)}
-        pixels = in_memory(self.batch.media[PIXEL_VALUES]).contiguous()
-        media = {name: value.numpy() for name, value in (self.batch.media | {PIXEL_VALUES: pixels}).items()}
-        small = {name: vars(self)[name] for name in ("stream", "position", "buffered", "buffers")}
-        return small | {"fields": fields | arrays, "arrays": list(arrays), "media": media}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        fields = state["fields"]
-        fields |= {name: torch.from_numpy(fields[name]) for name in state["arrays"]}
-        media = {name: torch.from_numpy(value) for name, value in state["media"].items()}
-        media[PIXEL_VALUES] = as_used(media[PIXEL_VALUES])
-        self.stream, self.position = state["stream"], state["position"]
-        self.buffered, self.buffers = state["buffered"], state["buffers"]
-        self.batch = Batch(**fields, media=media)
 
 
 class Stream:

@@ -21,13 +21,13 @@ from megatron.energon import (
 from llava_mcore.compat.energon.passes import pass_of
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.augment import Augmentation, PictureKey
+from llava_mcore.data.encode.augment import Augmentation, ImageKey
 from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat, with_prompt
 from llava_mcore.data.encode.encode import TooLongError, fit, tokenize
 from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
 from llava_mcore.data.loader.collate import collate
-from llava_mcore.data.loader.packed_dataset import PackingDataset
-from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.loader.packing import PackingDataset
+from llava_mcore.data.loader.sample_problems import Skips
 from llava_mcore.data.samples import (
     Batch,
     ChatSample,
@@ -79,6 +79,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
     @stateless
     def preencode_sample(self, sample: Sample) -> TokenSample:
         """Tokenize one sample. DataError if it is broken or does not fit."""
+        # A pack that `prepare` has written has several conversations; each gets a key.
         chat = chat_from_standard(sample)
         single = len(chat.conversations) == 1
         if not single and not self.data.packing:
@@ -90,10 +91,12 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         ]
         if self.augmentation is not None:
             conversations = [self._augmented(self.augmentation, chat, conversation) for conversation in conversations]
+        # Lengths are all that packing needs; media stay encoded until then.
         num_patches = sum(conversation.num_patches for conversation in conversations)
         tokens = TokenSample.derive_from(
             chat, conversations=conversations, num_tokens=sum(map(len, conversations)), num_patches=num_patches
         )
+        # A written pack cannot be divided, so it must keep to the budgets as a whole.
         limit = self.data.max_media_tokens
         if limit is not None and num_patches > limit:  # each conversation has fewer
             raise TooLongError(
@@ -123,7 +126,7 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         """Return the conversation with the draws of its pictures and videos fixed; they are decoded much later."""
         dataset, pass_index = pass_of(chat.__subflavors__)
         keys = [
-            PictureKey(self.seed, dataset, conversation.key, pass_index, index)
+            ImageKey(self.seed, dataset, conversation.key, pass_index, index)
             for index in range(len(conversation.media))
         ]
         media = [

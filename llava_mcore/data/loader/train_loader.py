@@ -12,14 +12,12 @@ from typing import Any, Self
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
-from llava_mcore.data.encode.stored_tokens import log_origin
+from llava_mcore.data.encode.tokens import log_origin
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.open_stream import check_streams, open_stream
-from llava_mcore.data.loader.pixel_buffers import PixelBuffers
-from llava_mcore.data.loader.resume_settings import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
-from llava_mcore.data.loader.sample_warnings import SampleWarnings
-from llava_mcore.data.loader.skips import Skips
-from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, reading
+from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
+from llava_mcore.data.loader.saved_position import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
+from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, PixelBuffers, reading
 from llava_mcore.data.loader.streams import (
     Stream,
     StreamServer,
@@ -79,15 +77,18 @@ class TrainLoader:
             ConfigError: no picture or sound fits into a sample, or data.augment cannot be used.
             DataError: the data is not prepared, or the position does not belong to this data and these settings.
         """
+        # Refuse what cannot be used before anything is opened.
         leaves = check_dataset(data.path)
         check_budgets(data, assets)
         augmentation = augmentation_of(data, assets)
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
+        # A saved position brings the number of streams, and must belong to the same settings.
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
         positions = self._restore_positions(saved, dp_rank, dp_size) if saved is not None else {}
 
+        # For `read_again`: the same loader, which reads in this process.
         self._open_again = partial(
             TrainLoader,
             data.model_copy(update={"num_workers": 0}),
@@ -99,6 +100,7 @@ class TrainLoader:
             pad_multiple=pad_multiple,
         )
 
+        # Open this rank's streams, each at its position.
         open_one = partial(_open_one, data, assets, augmentation, seed, pad_multiple)
         with reading(self.path, self._timeout):
             if self.num_streams is None:
@@ -118,6 +120,7 @@ class TrainLoader:
         shared = () if self.num_streams % dp_size == 0 else (dp_rank, dp_size)
         turns = partial(Turns, num_batches, *shared)
         self._turns = turns()
+        # Loader processes are forked at the first batch, with the open streams.
         buffer_bytes = micro_batch_size * _most_bytes(data, assets)
         self._sources = _serve(streams, turns, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False

@@ -12,10 +12,9 @@ from torch.utils.data import IterableDataset
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.open_stream import open_stream
-from llava_mcore.data.loader.sample_warnings import SampleWarnings
-from llava_mcore.data.loader.skips import Skips
-from llava_mcore.data.loader.source import BatchSource, reading
-from llava_mcore.data.loader.streams import LEAST_SAMPLES, Delivery, Stream, share
+from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
+from llava_mcore.data.loader.source import BatchSource, Delivery, reading
+from llava_mcore.data.loader.streams import LEAST_SAMPLES, Stream, share
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
@@ -53,11 +52,13 @@ class ValidationData:
         self._data, self._assets, self._seed, self._pad_multiple = data, assets, seed, pad_multiple
         self._micro_batch_size = micro_batch_size
         with reading(data.path, data.timeout):
+            # Energon knows the number of samples only of an opened dataset: first as one stream, then as divided.
             lengths = self._lengths(1)
             if not lengths[0]:
                 raise DataError(f"the validation part of {data.path} has no samples")
             num_streams = max(1, min(MOST_STREAMS, lengths[0] // LEAST_SAMPLES))
             lengths = self._lengths(num_streams)
+        # Every stream gives its share of the samples to read.
         num_samples = sum(lengths) if most_samples is None else most_samples
         self._quotas = dict(enumerate(quotas(lengths, num_samples)))
         self._warnings = SampleWarnings(data.path, assets)

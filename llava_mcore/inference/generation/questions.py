@@ -13,7 +13,7 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.conversation import chat_from_standard
 from llava_mcore.data.encode.marks import count_marks, unescape
 from llava_mcore.data.loader.datasets import open_datasets
-from llava_mcore.data.loader.skips import DATA_ERRORS, Skips
+from llava_mcore.data.loader.sample_problems import DATA_ERRORS, Skips
 from llava_mcore.data.loader.source import reading
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Skip, Turn

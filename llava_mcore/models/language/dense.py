@@ -32,6 +32,7 @@ def transformer_fields(hf: PretrainedConfig, *, activation_key: str = "hidden_ac
         ConversionError: an unknown activation, or biases this decoder does not have.
     """
     values = hf.to_dict()
+    # A bias that is not built would be dropped silently.
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
             raise ConversionError(

@@ -127,9 +127,11 @@ def linear_cross_entropy(
         The sum of token_weights * loss, [], and the loss of every token, [b, s], which has no gradient and is 0
         for dropped tokens; both in fp32 (fp64 for fp64).
     """
+    # Every rank needs all tokens for its part of the vocabulary; backward, gradients are summed over the ranks.
     if tp_group.size() > 1:
         enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = enter(hidden, group=tp_group)
+    # Tokens in the order of `hidden`, [s * b].
     s, b, h = hidden.shape
     flat_weights = token_weights.transpose(0, 1).reshape(s * b)
     total, losses = _WeightedLossSum.apply(
@@ -175,6 +177,7 @@ class _WeightedLossSum(torch.autograd.Function):
         adds_to_main_grad: bool,
         terms: Mapping[str, LossTerm],
     ) -> tuple[Tensor, Tensor]:
+        # Gradients are computed here, while a chunk's logits exist, and only scaled in the backward pass.
         losses = hidden.new_zeros(hidden.shape[0], dtype=wide_type(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
         wants = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
@@ -184,12 +187,14 @@ class _WeightedLossSum(torch.autograd.Function):
         is_added = adds_to_main_grad and wants[1]
         grad_weight: Tensor | None = vars(weight)["main_grad"] if is_added else None
         for place in _chunks(hidden.shape[0] if trained_rows is None else trained_rows, chunk_tokens):
+            # Forward: logits, losses and further terms of a chunk.
             part, part_weights = hidden[place], token_weights[place].unsqueeze(1)
             logits = product(part, weight.t())
             chunk = chunk_loss(logits, labels[place], shard)
             put_rows(losses, place, chunk.losses)
             added = add_terms(terms, logits, chunk, part_weights.squeeze(1), shard) if terms else None
             if any(wants):
+                # Backward: the logits' memory becomes that of their gradients.
                 grad_logits = into_gradients(logits, chunk, shard, hidden.dtype)
                 if added is not None:
                     grad_logits += added

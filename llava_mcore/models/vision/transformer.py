@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.layers.encoder_layers import USUAL_NAMES
-from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.parallel.items import Items, MediaLengths
+from llava_mcore.parallel.batch import Items, MediaLengths
 from llava_mcore.weights.names import FUSED_NORMS, LayerNames
 
 # Names in checkpoints: those of the InternViT in Megatron-LM's examples.

@@ -25,7 +25,7 @@ from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, Webdatas
 from megatron.energon.typed_converter import to_json_object
 
 from llava_mcore.compat.energon.index_rows import rows_of_shard
-from llava_mcore.data.encode.stored_tokens import DIGEST_KEY, ORIGIN_FILE
+from llava_mcore.data.encode.tokens import DIGEST_KEY, ORIGIN_FILE
 from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync, sync_tree

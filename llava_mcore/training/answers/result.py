@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import naming

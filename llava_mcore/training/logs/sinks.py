@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.encode.images import decode_image
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import ConfigError
 from llava_mcore.files.regular import naming
 from llava_mcore.log import warn_on_failure

@@ -25,10 +25,9 @@ from llava_mcore.config.load import save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.encode.assets import ALL_TOKENIZER_FILES, Assets
-from llava_mcore.data.encode.pixel_range import FRAMES, PICTURES, write_pixel_range
-from llava_mcore.data.encode.processors import PROCESSOR_FILES
-from llava_mcore.data.encode.text.template_file import write_chat_template
-from llava_mcore.data.encode.video_processor import VIDEO_FILE
+from llava_mcore.data.encode.chat_template import write_chat_template
+from llava_mcore.data.processors.load import PROCESSOR_FILES, VIDEO_FILE
+from llava_mcore.data.processors.pixel_range import FRAMES, IMAGES, write_pixel_range
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.hf_files import SINGLE, copy_companions, has_weights, is_weight_file, require_own_files
 from llava_mcore.files.hf_folder import HfFolder, TensorInfo, to_record
@@ -59,7 +58,7 @@ def carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: Ass
     )
     write_stop_token(target, assets.eos_token_id)
     if run.data.pixels != PixelRange():
-        write_pixel_range(target, assets.pixels, PICTURES)
+        write_pixel_range(target, assets.pixels, IMAGES)
     if run.data.video_pixels != PixelRange():
         write_pixel_range(target, assets.video_pixels, FRAMES)
     return target

@@ -25,7 +25,7 @@ from transformers import (
 
 from llava_mcore.cli.build import main
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.placeholders import expand
+from llava_mcore.data.encode.tokens import expand
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError
 from llava_mcore.media.media import VideoShape

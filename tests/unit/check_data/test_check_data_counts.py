@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from llava_mcore.check_data.examiner import Finding
 from llava_mcore.check_data.scan import LEAST_SAMPLES, choose
 from llava_mcore.check_data.tally import EXAMPLES, DatasetTally, Tally, bins, expected_fill, quantile
-from llava_mcore.data.loader.best_fit import LEVELS
 from llava_mcore.data.loader.datasets import Dataset, DatasetShard
+from llava_mcore.data.loader.packing import LEVELS
 
 COUNTS = st.dictionaries(st.integers(1, 5000), st.integers(1, 50), min_size=1, max_size=30).map(Counter)
 

@@ -15,7 +15,7 @@ from llava_mcore.config.rules.all_rules import check_devices, check_layout, chec
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.inference.generation.settings import Settings
-from llava_mcore.models.limits import require_within
+from llava_mcore.models.language.decoder import require_within
 
 DIMS = ModelDims(
     num_layers=8,

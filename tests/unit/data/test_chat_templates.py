@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from llava_mcore.data.encode.chat_format import ChatFormat
-from llava_mcore.data.encode.text.tokens import ChatTokens
+from llava_mcore.data.encode.tokens import ChatTokens
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.templates.named import NAMES, SPECIAL_TOKENS, missing_tokens, named_template

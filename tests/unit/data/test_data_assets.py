@@ -17,11 +17,11 @@ from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.picture_header import picture_size
+from llava_mcore.data.processors.image_header import image_size
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
-from llava_mcore.media.pixels import normalize
+from llava_mcore.media.batch_fields import normalize
 from tests.helpers.encoding import encoded, tiles
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.data.test_data_shards import picture
@@ -217,6 +217,6 @@ def test_legacy_chat_template_file(copy: Path) -> None:
 def test_size_is_read_from_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     data = picture(0)
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
-    assert picture_size(data) == picture_size(data[:-20])
+    assert image_size(data) == image_size(data[:-20])
     with pytest.raises(DataError, match="no known format"):
-        picture_size(b"nothing")
+        image_size(b"nothing")

@@ -15,7 +15,7 @@ from tokenizers import processors
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from llava_mcore.data.encode.chat_format import ChatFormat
-from llava_mcore.data.encode.text.tokens import ChatTokens
+from llava_mcore.data.encode.tokens import ChatTokens
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 from tests.helpers.chat_cases import sentencepiece_like, trimmed_byte_level

@@ -16,9 +16,9 @@ import torch
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.processors import PROCESSOR_FILES
 from llava_mcore.data.loader.streams import default_num_streams
 from llava_mcore.data.loader.train_loader import FORMAT, TrainLoader
+from llava_mcore.data.processors.load import PROCESSOR_FILES
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import ConfigError, DataError
 from tests.helpers.conversions import forkserver

@@ -23,8 +23,8 @@ from PIL import Image
 from llava_mcore.cli import prepare as prepare_app
 from llava_mcore.config.sections.data import DataConfig, Limits
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.images import decode_image
 from llava_mcore.data.loader.train_loader import TrainLoader
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.storage.dataset_path import num_names
 from llava_mcore.errors import ConfigError, DataError, LlavaMcoreError
 from llava_mcore.templates.bounded import check_bounds

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.data.encode.encode import TooLongError, cut, fit
-from llava_mcore.data.loader.best_fit import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
 from llava_mcore.data.loader.collate import collate
+from llava_mcore.data.loader.packing import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
 from llava_mcore.data.samples import EncodedSample, TokenConversation
 from tests.helpers.encoding import placed
 

@@ -18,8 +18,7 @@ from llava_mcore.cli.check import main as check
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.encode.chat_format import ChatFormat
 from llava_mcore.data.encode.encode import stored_tokens, tokenize
-from llava_mcore.data.encode.stored_tokens import TOKENS_KEY, digest_of, from_json, is_by, to_json
-from llava_mcore.data.encode.text.tokens import TextTokens
+from llava_mcore.data.encode.tokens import TOKENS_KEY, TextTokens, digest_of, from_json, is_by, to_json
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.shard_plan import Counting, Options

@@ -21,8 +21,8 @@ from llava_mcore.cli import check as check_command
 from llava_mcore.cli import prepare as prepare_command
 from llava_mcore.config.sections.data import DataConfig, PixelRange
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.pixel_range import FRAMES, write_pixel_range
 from llava_mcore.data.loader.validation_data import ValidationData
+from llava_mcore.data.processors.pixel_range import FRAMES, write_pixel_range
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import VideoShape
 from tests.helpers.bad_data_makers import index, messages, write_tar

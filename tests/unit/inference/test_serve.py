@@ -26,7 +26,7 @@ from transformers.cli.serving import utils as serving_utils
 
 from llava_mcore.cli.serve import DEFAULT_PORT, main
 from llava_mcore.compat.transformers_serving import load_handler
-from llava_mcore.data.encode.images import decode_pixels
+from llava_mcore.data.processors.images import decode_pixels
 from llava_mcore.inference.serving.app import build_app
 from llava_mcore.inference.serving.requests import RequestError, ServedModel, check_chat
 from llava_mcore.models.architectures.hf_config import load_hf_config

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.activations import quick_gelu
-from llava_mcore.models.vision.layers.padded_mlp import clear_padding, padded_width
+from llava_mcore.models.vision.encoder_layers import clear_padding, padded_width
 from llava_mcore.parallel.groups import Groups, join_alone, single_process
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world

@@ -14,8 +14,8 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.media.batch_fields import MEDIA_SEQLENS, PIXEL_VALUES, WINDOW_ORDER, WINDOW_SEQLENS
 from llava_mcore.models.vision.patches import PatchTransformer, windows_of
+from llava_mcore.parallel.batch import Items, divide, gather_items, host_lengths
 from llava_mcore.parallel.groups import single_process, tensor_parallel_group
-from llava_mcore.parallel.items import Items, divide, gather_items, host_lengths
 from tests.helpers.class_checks import batch_of, load_model
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.unit.models.test_qwen import CONVERSATIONS

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava_mcore.errors import DataError
-from llava_mcore.prepare.media.pictures import read_picture
+from llava_mcore.prepare.media.images import read_image
 from llava_mcore.prepare.record_layouts import Keys, parse
 from llava_mcore.prepare.row_types import BadSample
 from llava_mcore.prepare.shard_plan import Options
@@ -218,8 +218,8 @@ def test_pictures_of_every_reference(tmp_path: Path) -> None:
     uri = path.as_uri()
     assert "%20" in uri
     for reference in (data, path.name, str(path), uri, uri.replace("file:", "file://localhost", 1).replace("///", "/")):
-        assert read_picture(reference, tmp_path).data == data
-    assert read_picture({"bytes": None, "path": path.name}, tmp_path).extension == "png"
+        assert read_image(reference, tmp_path).data == data
+    assert read_image({"bytes": None, "path": path.name}, tmp_path).extension == "png"
 
 
 def test_sources_that_cannot_be_told(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from benchmarks.shapes import SHAPES, make_hf_folder, random_sizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 
 CPU = torch.device("cpu")
 LENGTH = 2048

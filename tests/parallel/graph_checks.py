@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -17,6 +17,7 @@ from tests.helpers.batches import FakeLoader
 from tests.helpers.cases import hf_pixels
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.world import run_world
+from tests.parallel import training_checks
 from tests.parallel.training_checks import GLOBAL_BATCH
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
@@ -36,8 +37,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     arguments = {"checkpoints": {name: str(root / name) for name in MAKERS}, "save_dir": str(root / "save")}
     found: dict[Any, Any] = {"root": root}
     for tp, pp, dp in LAYOUTS:
-        function = "tests.parallel.training_checks:curves_of_classes"
-        ranks = run_world(tp * pp * dp, function, tp=tp, pp=pp, variants=(tp, pp, dp) in WHOLE, **arguments)
+        ranks = run_world(
+            tp * pp * dp, training_checks.curves_of_classes, tp=tp, pp=pp, variants=(tp, pp, dp) in WHOLE, **arguments
+        )
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
         found[tp, pp, dp] = ranks[0]
     return found

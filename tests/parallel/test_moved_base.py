@@ -19,6 +19,7 @@ from tests.helpers.peft_models import make_peft_folder, open_hf
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import adapter_checks
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = make_inputs(open_hf(root / "hf"))
     companions = str(hf_folder(latest_checkpoint(root / "before")[0]))
     given = {"checkpoint": str(root / "before"), "save_dir": str(root), "hf": companions, "inputs": inputs}
-    run_world(
-        1, "tests.parallel.adapter_checks:load_and_save", tp=1, pp=1, adapters={"run": str(root / "adapter")}, **given
-    )
+    run_world(1, adapter_checks.load_and_save, tp=1, pp=1, adapters={"run": str(root / "adapter")}, **given)
     (root / "before").rename(root / "moved")
     Image.fromarray(load_sample_image("china.jpg")).save(root / "china.jpg")
     make_dataset(root / "data", num_samples=8)

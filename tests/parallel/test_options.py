@@ -16,6 +16,7 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import option_checks
 from tests.parallel.option_checks import MIXED, other_layouts
 from tests.parallel.test_layouts import assert_same_folder
 from tests.parallel.training_checks import GLOBAL_BATCH
@@ -41,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.long
 def test_options_change_no_number(checkpoints: dict[str, str], tmp_path: Path) -> None:
     arguments = {"tp": 2, "pp": 2, "checkpoints": checkpoints, "save_dir": str(tmp_path)}
-    ranks = run_world(4, "tests.parallel.option_checks:curves", **arguments)
+    ranks = run_world(4, option_checks.curves, **arguments)
     assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
     runs = ranks[0]
     for name, run in runs.items():
@@ -75,7 +76,7 @@ def test_a_checkpoint_does_not_know_how_the_layers_were_divided(checkpoints: dic
     """Saved from an interleaved pipeline, continued with uneven stages."""
     hf = str(hf_folder(iteration_folder(Path(checkpoints["llama"]), 0)))
     arguments = {"checkpoint": checkpoints["llama"], "save_dir": str(tmp_path), "hf": hf}
-    ranks = run_world(2, "tests.parallel.option_checks:resume_elsewhere", **arguments)
+    ranks = run_world(2, option_checks.resume_elsewhere, **arguments)
     assert ranks[0] == ranks[1] and ranks[0].keys() == {"plain", "distributed"}
     for broken, uninterrupted in ranks[0].values():
         assert broken == pytest.approx(uninterrupted, rel=1e-5)

@@ -21,13 +21,13 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import make_hf_idefics2
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world
+from tests.parallel import vision_parallel_checks
 from tests.parallel.test_layouts import assert_same_folder
 from tests.unit.models.test_audio import conversation
 from tests.unit.models.test_idefics2 import CONVERSATIONS as OF_IDEFICS
 from tests.unit.models.test_qwen import CONVERSATIONS as OF_QWEN
 from tests.unit.models.test_qwen import PICTURES
 
-CHECKS = "tests.parallel.vision_parallel_checks:"
 SAID = Turn("assistant", "It is seven.")
 OF_PICTURES = [
     Conversation((Turn("user", "<image>\nWhat? <image> <image>"), SAID), tuple(PICTURES)),
@@ -88,8 +88,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 def test_losses_and_gradients_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     arguments = {"cases": cases, "save_dir": str(tmp_path)}
-    (one,) = run_world(1, f"{CHECKS}gradients", tp=1, pp=1, **arguments)
-    two = run_world(2, f"{CHECKS}gradients", tp=2, pp=1, **arguments)
+    (one,) = run_world(1, vision_parallel_checks.gradients, tp=1, pp=1, **arguments)
+    two = run_world(2, vision_parallel_checks.gradients, tp=2, pp=1, **arguments)
     for (name, variant), expected in one.items():
         for rank in (0, 1):
             found, where = two[rank][name, variant], (name, variant, rank)
@@ -118,9 +118,9 @@ def test_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path:
     """With two pipeline stages, and with two replicas of the model."""
     others = {name: cases[name] for name in ("qwen2_5_vl", "qwen3_vl", "audio")}
     arguments: dict[str, Any] = {"llava": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
-    (one,) = run_world(1, f"{CHECKS}curves", tp=1, pp=1, cases=others, **arguments)
+    (one,) = run_world(1, vision_parallel_checks.curves, tp=1, pp=1, cases=others, **arguments)
     for pp, chosen in ((2, others), (1, {})):
-        ranks = run_world(4, f"{CHECKS}curves", tp=2, pp=pp, cases=chosen, **arguments)
+        ranks = run_world(4, vision_parallel_checks.curves, tp=2, pp=pp, cases=chosen, **arguments)
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
         assert ranks[0].keys() == one.keys() - (others.keys() - chosen.keys())
         for run, found in ranks[0].items():
@@ -132,7 +132,7 @@ def test_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path:
 
 def test_checkpoints_load_with_and_without_the_option(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     arguments = {"checkpoint": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
-    ranks = run_world(2, f"{CHECKS}switch", tp=2, pp=1, **arguments)
+    ranks = run_world(2, vision_parallel_checks.switch, tp=2, pp=1, **arguments)
     assert ranks[0] == ranks[1] and len(ranks[0]) == 4
     for name, (resumed, uninterrupted) in ranks[0].items():
         assert resumed == pytest.approx(uninterrupted, rel=1e-5), name
@@ -144,7 +144,7 @@ def test_an_import_is_exported_bit_for_bit(cases: dict[str, dict[str, Any]], tmp
     import_hf(Path(cases["qwen2_5_vl"]["hf"]), tmp_path / "import", tensor_parallel=2, verify=True)
     summary = check_folder(Path(cases["qwen2_5_vl"]["hf"]), tp=2, pp=1)
     assert summary.endswith("fits tp 2 x pp 1 with --vision-data-parallel")
-    run_world(2, f"{CHECKS}save_unchanged", tp=2, pp=1, checkpoints=chosen, save_dir=str(tmp_path))
+    run_world(2, vision_parallel_checks.save_unchanged, tp=2, pp=1, checkpoints=chosen, save_dir=str(tmp_path))
     for name in chosen:
         export_hf(tmp_path / name, tmp_path / f"{name}-hf", tensor_parallel=2, pipeline_parallel=1, verify=True)
         assert_same_folder(Path(cases[name]["hf"]), tmp_path / f"{name}-hf")
@@ -155,7 +155,7 @@ def test_ranks_draw_other_dropout_for_their_pictures_and_stay_together(
 ) -> None:
     """A rank draws in the tower for its own pictures alone, which must not move the numbers that all ranks share."""
     arguments = {"case": cases["qwen2_5_vl"], "save_dir": str(tmp_path)}
-    first, second = run_world(2, f"{CHECKS}with_dropout", tp=2, pp=1, **arguments)
+    first, second = run_world(2, vision_parallel_checks.with_dropout, tp=2, pp=1, **arguments)
     assert torch.equal(first["random"], second["random"])
     assert any(name.startswith("vision_model.") for name in first["alike"])
     assert all(torch.equal(x, second["alike"][name]) for name, x in first["alike"].items())

@@ -39,7 +39,7 @@ def test_outputs_and_zeros(gated: bool) -> None:
 
 def test_ranks_that_divide_the_layers() -> None:
     """The second of two ranks has 12 numbers of its own and 116 zeros."""
-    run_world(2, "tests.unit.models.test_padded_mlp:compare_both")
+    run_world(2, compare_both)
 
 
 def compare_both() -> None:

@@ -21,6 +21,7 @@ from tests.helpers.packages import needs
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
 from tests.parallel import resume_checks
+from tests.parallel.training_checks import MIXED, TrainingRun
 from tests.parallel.validation_checks import make_material
 
 pytestmark = pytest.mark.gpu
@@ -85,14 +86,16 @@ def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
 @pytest.mark.parametrize(("tp", "pp", "dp"), FITTING)
 def test_training(torchs: tuple[str, list[float]], tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     checkpoint, truth = torchs
-    arguments = {"checkpoint": checkpoint, "save_dir": str(tmp_path), "fp8": dp == pp == 1}
+    fp8 = dp == pp == 1
+    arguments = {"checkpoint": checkpoint, "save_dir": str(tmp_path), "fp8": fp8}
+    trained = te_checks.curve_runs(checkpoint, fp8=fp8)
     runs = run_world(tp * pp * dp, te_checks.curves, tp=tp, pp=pp, **arguments)[0]
     for name, run in runs.items():
         worst = max(abs(a - b) / b for a, b in zip(run["loss"], truth, strict=True))
         print((tp, pp, dp), name, f"worst relative loss difference {worst:.1e}", [round(x, 3) for x in run["loss"]])
         assert all(map(math.isfinite, run["loss"] + run["grad_norm"]))
         if name != "text only":
-            allowed = 0.05 if name.startswith(("delayed", "tensorwise", "blockwise")) else 0.01
+            allowed = 0.05 if te_checks.is_coarse(trained[name]) else 0.01
             assert worst < allowed, (name, run, truth)
 
 
@@ -112,14 +115,15 @@ def test_adapters(torchs: tuple[str, list[float]], tmp_path: Path, tp: int, nf4:
         needs("bitsandbytes")
     arguments = {"tp": tp, "checkpoint": torchs[0], "save_dir": str(tmp_path), "nf4": nf4}
     runs = run_world(tp, te_checks.adapters, **arguments)[0]
+    trained = te_checks.adapter_runs(tp, torchs[0], nf4=nf4)
     for name, run in runs.items():
-        truth = runs["local dora" if "dora" in name else "local"]
+        truth = runs["local dora" if trained[name].flags.get("adapter.dora") else "local"]
         pairs = list(zip(run["loss"], truth["loss"], strict=True))
         worst = max(abs(a - b) / b for a, b in pairs)
         norm = abs(run["grad_norm"][0] / truth["grad_norm"][0] - 1)
         print(tp, name, f"worst relative loss difference {worst:.1e}, first gradient norm {norm:.1e}")
         assert all(map(math.isfinite, run["loss"] + run["grad_norm"]))
-        coarse = name.startswith(("delayed", "tensorwise", "blockwise", "te fp8 weights"))
+        coarse = te_checks.is_coarse(trained[name])
         assert worst < (0.05 if coarse else 0.01) and norm < (0.2 if coarse else 0.05), (name, run, truth)
     if not nf4:
         assert runs["tensorwise, no 16-bit copy"] == runs["tensorwise"], "frozen matrices are the same in FP8 always"
@@ -129,10 +133,14 @@ def test_adapters(torchs: tuple[str, list[float]], tmp_path: Path, tp: int, nf4:
 def test_every_gradient(torchs: tuple[str, list[float]], tmp_path: Path, trained: dict[str, Any]) -> None:
     """Of each parameter by itself: what is wrong with a bias's is not seen in a loss of bf16."""
     checkpoint, _ = torchs
-    kinds = {"torch": trained, "te": TE | trained, "te, packed": TE | trained}
+    kinds = {
+        "torch": TrainingRun(checkpoint, MIXED, trained),
+        "te": TrainingRun(checkpoint, MIXED, TE | trained),
+        "te, packed": TrainingRun(checkpoint, MIXED, TE | trained, packed=True),
+    }
     truth: dict[str, float] = {}
     for tp in (1, 2)[:NUM_GPUS]:
-        arguments = {"tp": tp, "checkpoint": checkpoint, "save_dir": str(tmp_path), "kinds": kinds}
+        arguments = {"tp": tp, "save_dir": str(tmp_path), "kinds": kinds}
         ranks = run_world(tp, te_checks.gradient_squares, **arguments)
         for kind in kinds:
             norms = added_up([rank[kind] for rank in ranks])

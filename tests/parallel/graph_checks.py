@@ -24,8 +24,7 @@ from llava_mcore.training.step import train_step
 from tests.helpers.batches import LENGTH, FakeBatch, FullPackLoader
 from tests.helpers.emulated_graphs import EmulatedGraph, emulated_graphs
 from tests.parallel.checks import join
-from tests.parallel.option_checks import MIXED
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, make_trainer, run_config
 
 STEPS = 5
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,9 +17,9 @@ from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel import option_checks
-from tests.parallel.option_checks import MIXED, other_layouts
+from tests.parallel.option_checks import option_runs, other_layouts
 from tests.parallel.test_layouts import assert_same_folder
-from tests.parallel.training_checks import GLOBAL_BATCH
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -45,9 +45,10 @@ def test_options_change_no_number(checkpoints: dict[str, str], tmp_path: Path) -
     ranks = run_world(4, option_checks.curves, **arguments)
     assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
     runs = ranks[0]
-    for name, run in runs.items():
-        plain = runs[name.partition(" + ")[0]]
-        if "+ recompute" in name:
+    assert runs.keys() == option_runs().keys()
+    for name, option in option_runs().items():
+        run, plain = runs[name], runs[option.baseline or name]
+        if option.bitwise:
             assert run == plain, name
         assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5), name
         assert run["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4), name

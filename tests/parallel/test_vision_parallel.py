@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,53 +38,45 @@ OF_PICTURES = [
     Conversation((Turn("user", "<image>\nthis?"), SAID), (PICTURES[1],)),
 ]
 OF_SOUND = [conversation("<audio> <audio>", 0.3, 2.0), conversation("Is it even?"), conversation("<audio>", 1.005)]
-GIVEN = {
-    "llava": OF_PICTURES,
-    "llava_next": OF_PICTURES,
-    "llava_onevision": OF_PICTURES,
-    "internvl": OF_PICTURES,
-    "idefics3": OF_PICTURES,
-    "smolvlm": OF_PICTURES,
-    "qwen2_vl": OF_QWEN,
-    "qwen2_5_vl": OF_QWEN,
-    "qwen3_vl": OF_QWEN,
-    "idefics2": OF_IDEFICS,
-    "audio": OF_SOUND,
+SIGLIP: dict[str, Any] = {"vision": "siglip", "text": "qwen2"}
+UNDIVIDED = {"intermediate_size": 51, "num_heads": 1}
+"""A head that does not divide by two, and an MLP that is padded."""
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """How a class's folder is made, and three conversations, the second without pictures."""
+
+    make: Callable[[Path], object]
+    conversations: list[Conversation]
+
+
+CLASSES = {
+    "llava": TinyModel(make_hf_llava, OF_PICTURES),
+    "llava_next": TinyModel(partial(make_hf_llava, architecture="llava_next"), OF_PICTURES),
+    "llava_onevision": TinyModel(partial(make_hf_llava, architecture="llava_onevision", **SIGLIP), OF_PICTURES),
+    **{name: TinyModel(make, OF_PICTURES) for name, make in MAKERS.items()},
+    "qwen2_vl": TinyModel(partial(make_hf_qwen, name="qwen2_vl"), OF_QWEN),
+    "qwen2_5_vl": TinyModel(partial(make_hf_qwen, name="qwen2_5_vl", vision_overrides=UNDIVIDED), OF_QWEN),
+    "qwen3_vl": TinyModel(partial(make_hf_qwen, name="qwen3_vl", vision_overrides={"num_heads": 1}), OF_QWEN),
+    "idefics2": TinyModel(make_hf_idefics2, OF_IDEFICS),
+    "audio": TinyModel(partial(make_hf_audio, seconds=4), OF_SOUND),
 }
-"""Of each class three conversations, the second without pictures."""
-UNDIVIDED = {"qwen2_5_vl": {"intermediate_size": 51, "num_heads": 1}, "qwen3_vl": {"num_heads": 1}}
-"""Heads that do not divide by two, and an MLP that is padded."""
-
-
-SIGLIP = {"vision": "siglip", "text": "qwen2"}
-
-
-def make(name: str, folder: Path) -> None:
-    if name == "audio":
-        make_hf_audio(folder, seconds=4)
-    elif name == "idefics2":
-        make_hf_idefics2(folder)
-    elif name in MAKERS:
-        MAKERS[name](folder)
-    elif name.startswith("llava"):
-        make_hf_llava(folder, architecture=name, **(SIGLIP if name == "llava_onevision" else {}))
-    else:
-        make_hf_qwen(folder, name, vision_overrides=UNDIVIDED.get(name))
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("vision")
     found = {}
-    for name, given in GIVEN.items():
-        make(name, root / name)
+    for name, model in CLASSES.items():
+        model.make(root / name)
         import_hf(root / name, root / f"{name}-megatron")
         found[name] = {
             "hf": str(root / name),
             "checkpoint": str(root / f"{name}-megatron"),
-            "all": given,
-            "single": given[2:],
-            "text": given[1:2],
+            "all": model.conversations,
+            "single": model.conversations[2:],
+            "text": model.conversations[1:2],
         }
     return found
 

@@ -259,7 +259,7 @@ def test_pictures_that_training_refuses_are_refused_by_prepare(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in PICTURES if "RGBA" in name or "transparent" in name or " LA" in name]
+    "name", [name for name, data in PICTURES.items() if Image.open(io.BytesIO(data)).has_transparency_data]
 )
 def test_a_processor_of_its_own_decides_about_transparency(name: str) -> None:
     data = PICTURES[name]

@@ -45,6 +45,7 @@ def train(
 
 @pytest.mark.long
 def test_a_checkpoint_of_another_model(root: Path) -> None:
+    """The message names the tensors that do not fit."""
     shutil.copytree(root / "megatron", root / "other")
     path = root / "other" / "iter_0000000" / "hf" / "config.json"
     config = json.loads(path.read_text())
@@ -80,6 +81,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_runs_nothing(root
 
 @pytest.mark.long
 def test_a_folder_without_tokenizer(root: Path) -> None:
+    """The message names the folder."""
     shutil.copytree(root / "hf", root / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (root / "bare" / name).unlink()

@@ -72,6 +72,7 @@ def curves(checkpoints: dict[str, str], save_dir: Path, tp: int, pp: int, dp: in
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), THREE_D)
 def test_loss_curves(one_gpu: tuple[dict[str, str], dict[str, Any]], tmp_path: Path, tp: int, pp: int, dp: int) -> None:
+    """Every layout trains as one GPU does."""
     checkpoints, reference = one_gpu
     worst = {}
     for name, run in curves(checkpoints, tmp_path, tp, pp, dp).items():

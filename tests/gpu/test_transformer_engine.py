@@ -85,6 +85,7 @@ def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), FITTING)
 def test_training(torchs: tuple[str, list[float]], tmp_path: Path, tp: int, pp: int, dp: int) -> None:
+    """Losses stay close to those of torch's layers at every layout, in FP8 too."""
     checkpoint, truth = torchs
     fp8 = dp == pp == 1
     arguments = {"checkpoint": checkpoint, "save_dir": str(tmp_path), "fp8": fp8}

@@ -30,6 +30,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def test_a_step_that_is_not_finite(checkpoint: Path, tmp_path: Path) -> None:
+    """All ranks end with the iteration and the samples of the micro-batch, before anything of it is saved."""
     found = run_world(2, fault_checks.faults, checkpoint=str(checkpoint), save_dir=str(tmp_path / "save"))
     assert found[0]["error"] == found[1]["error"] and found[0]["on_all_ranks"]
     message = found[0]["error"]
@@ -64,6 +65,7 @@ def test_a_step_that_is_not_finite(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_start_that_fails_on_one_rank(checkpoint: Path, tmp_path: Path) -> None:
+    """All ranks end with the message of that one."""
     make_hf_llava(tmp_path / "hf", tie=False)
     tensors = load_file(tmp_path / "hf/model.safetensors")
     tensors[max(name for name in tensors if "down_proj" in name)].view(-1)[3] = torch.nan  # of the last stage

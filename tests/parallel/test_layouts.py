@@ -52,6 +52,7 @@ def assert_same_folder(a: Path, b: Path) -> None:
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 def test_parity_and_round_trip(imported: dict[str, dict[str, Any]], tmp_path: Path, tp: int, pp: int) -> None:
+    """Logits are Hugging Face's, and what a layout saves is exported as the very bytes that were imported."""
     cases, targets = [], {}
     imported = {x.name: imported[x.name] for x in CASES if runs_at(x, tp, pp)}
     for name, made in imported.items():

@@ -40,6 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` needs --base-dir for a run whose base was moved, and only for that."""
     ask, base = generate_here(capsys, monkeypatch), ("--base-dir", root / "moved")
     question = ("--question", "Which digit?", "--image", root / "china.jpg", "--max-new-tokens", 6)
     code, _, message = ask("--megatron-dir", root / "run", *question)
@@ -56,6 +57,7 @@ def test_answers(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_scores(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So does `evaluate`."""
     data = ["--data-path", str(root / "data"), "--split", "train", "--max-new-tokens", "4"]
     adapter, whole = (["--megatron-dir", str(root / name)] for name in ("run", "moved"))
     base, out = ["--base-dir", str(root / "moved")], tmp_path / "scores.json"
@@ -73,6 +75,7 @@ def test_scores(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_merges(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So do export and check."""
     merged, picture = tmp_path / "merged", str(root / "china.jpg")
     run, base = ["--megatron-dir", str(root / "run")], ["--base-dir", str(root / "moved")]
     assert export_hf.main([*run, "--hf-dir", str(merged), "--merge"]) == 2

@@ -101,6 +101,7 @@ def test_flag_is_understood_and_its_effect_is_tested(typed: str) -> None:
 
 
 def test_the_whole_command_line_at_once() -> None:
+    """All flags are understood together, and each is registered."""
     run = parse_command_line(" ".join(FLAGS).replace("--flash-attn ", "").split(), "run.py").load()
     assert (run.faults.skip_train_iteration_range, run.stage, run.training.global_batch_size) == (
         "100-110,300-400",

@@ -28,11 +28,13 @@ HIDDEN, WIDTH = 12, 140
 
 
 def test_widths() -> None:
+    """Widths grow to the next multiple of 128."""
     assert [padded_width(x) for x in (3420, 52, 4304, 5120)] == [3456, 128, 4352, 5120]
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_outputs_and_zeros(gated: bool) -> None:
+    """A padded MLP computes what the unpadded one does, and its padding stays zero in training."""
     with single_process() as groups:
         compare(groups, 1, gated)
 

@@ -220,6 +220,7 @@ def test_figures_are_in_generated_tables_only() -> None:
 
 
 def test_links_of_the_recipes() -> None:
+    """Every relative link leads to a file."""
     for path in EXAMPLES.glob("*/README.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), (path, target)

@@ -66,6 +66,7 @@ def test_the_page(here: Path) -> None:
 
 
 def test_the_docstrings(here: Path) -> None:
+    """The examples in docstrings run as they stand."""
     (here / "llava").rename("hf")
     runner = doctest.DocTestRunner()
     try:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,18 +38,24 @@ def train_forked(*flags: object, kill_at: int | None = None) -> str:
         kill_at: kill all ranks (-9) as soon as metrics.jsonl shows this iteration.
     """
     printed = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks = partial(_run_ranks, logs=Path(folder), kill_at=kill_at)
-        with (
-            mock.patch.object(launch_start, "run_child", run_ranks),
-            contextlib.redirect_stdout(printed),
-            contextlib.redirect_stderr(printed),
-        ):
-            code = train.main([str(flag) for flag in flags])
-        logs = sorted(Path(folder).iterdir())
-        text = "".join([printed.getvalue(), *(log.read_text(errors="replace") for log in logs)])
+    with (
+        ranks_are_forked(kill_at=kill_at) as logs,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        code = train.main([str(flag) for flag in flags])
+        text = "".join([printed.getvalue(), *(log.read_text(errors="replace") for log in sorted(logs.iterdir()))])
     assert code == (0 if kill_at is None else KILLED), f"exit code {code}\n{text[-6000:]}"
     return text
+
+
+@contextlib.contextmanager
+def ranks_are_forked(*, kill_at: int | None = None) -> Iterator[Path]:
+    """Fork the ranks of runs that this process starts; yield the folder of what they print."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks = partial(_run_ranks, logs=Path(folder), kill_at=kill_at)
+        with mock.patch.object(launch_start, "run_child", run_ranks):
+            yield Path(folder)
 
 
 def _run_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (before megatron.core)
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def test_new_towers_have_zeros_there(tmp_path: Path) -> None:
     groups = join_alone()
     run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path))
     tower: Any = make_trainer(groups, run).models[0].vision_model
-    tower = type(tower)(tower.config, tower.shape, tower.features)  # another one, with random weights
+    config = dataclasses.replace(tower.config, perform_initialization=True)
+    tower = type(tower)(config, tower.shape, tower.features)  # another one, with random weights
     for layer in tower.decoder.layers:
         assert layer.mlp.linear_fc1.weight.any()
         assert not any(x.any() for x in padding_of(layer.mlp, tower.shape.ffn_size))

@@ -1,4 +1,7 @@
-"""Kill a run with -9 and resume it: the rest is equal bit for bit (tests/parallel resume at other layouts)."""
+"""Kill a run with -9 and resume it: the rest is equal bit for bit (tests/parallel resume at other layouts).
+
+LLaVA's run is killed and resumed as a user types it, with torchrun. Ranks of the others are forked.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from tests.helpers.commands import read_metrics, run, run_and_kill
+from tests.helpers.forked_training import train_forked
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import make_hf_qwen
@@ -79,13 +83,17 @@ def flags_of(material: dict[str, Path], case: str, name: str) -> list[Any]:
 @pytest.mark.parametrize("case", ["llava", *(pytest.param(case, marks=pytest.mark.long) for case in ("qwen", "qwen3"))])
 def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str) -> None:
     save = material["root"] / "save"
-    run("train/run.py", *flags_of(material, case, f"{case}-whole"))
+    train_forked(*flags_of(material, case, f"{case}-whole"))
     whole = read_metrics(save / f"{case}-whole")
     assert [m["iteration"] for m in whole] == list(range(1, ITERATIONS + 1))
 
     again = flags_of(material, case, f"{case}-broken")
-    run_and_kill(save / f"{case}-broken", 8, "train/run.py", *again)
-    run("train/run.py", *again)
+    if case == "llava":
+        run_and_kill(save / f"{case}-broken", 8, "train/run.py", *again)
+        run("train/run.py", *again)
+    else:
+        train_forked(*again, kill_at=8)
+        train_forked(*again)
     broken = read_metrics(save / f"{case}-broken")
     for key in (
         *("iteration", "loss", "grad_norm", "lr", "lr_by_part", "num_tokens", "consumed_samples"),

@@ -27,8 +27,7 @@ from tests.helpers.emulated_graphs import small_buckets
 from tests.parallel.checks import join
 from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.graph_checks import OneRankFirstLoader
-from tests.parallel.option_checks import MIXED
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, make_trainer, run_config
 from tests.unit.training.test_layer_graphs import PACKS
 
 STEPS = 5

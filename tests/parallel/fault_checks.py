@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 import contextlib
 import errno
 import functools

@@ -75,6 +75,6 @@ def steps(groups: Groups, run: Any) -> list[dict[str, Any]]:
         parts = trainer.chunks, trainer.optimizer, trainer.scheduler
         result = train_step(groups, *parts, batches, GLOBAL_BATCH).result()
         found.append({"loss": result.loss, "norm": result.grad_norm, "trained": result.num_trained_tokens})
-        found[-1]["sums"] = dict(result.sums)
+        found[-1] |= {"sums": dict(result.sums), "micro_batch_size": size}
     torch.distributed.barrier()
     return found

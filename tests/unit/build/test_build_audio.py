@@ -152,6 +152,7 @@ REFUSED: dict[str, tuple[list[str], Any, str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refusals(what: str, whisper: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be built is one message, and nothing is written."""
     flags, change, expected = REFUSED[what]
     folder = tmp_path / "whisper"
     folder.mkdir()

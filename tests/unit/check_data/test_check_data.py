@@ -206,6 +206,7 @@ def test_packs_written_beforehand(hf: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_blends(hf: Path, tmp_path: Path) -> None:
+    """Shares and repetitions of a blend are reported for each dataset, with the samples of an epoch."""
     for name in "ab":
         good(tmp_path / name)
     blend = tmp_path / "blend.yaml"

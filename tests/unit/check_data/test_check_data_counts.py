@@ -68,6 +68,7 @@ def test_histogram_holds_everything_once(counts: Counter[int], number: int) -> N
 
 
 def test_fill() -> None:
+    """The expected fill of packs follows from the lengths; what is too long is not packed."""
     assert expected_fill(Counter({(64, 0): 5}), 64, 16) == 1
     assert expected_fill(Counter({(40, 0): 5}), 64, 16) == 40 / 64
     assert (expected_fill(Counter({(30, 0): 5, (34, 0): 5}), 64, 16) or 0) > 0.98

@@ -60,6 +60,7 @@ def test_a_tracker_without_a_number_is_told_and_limits_nothing(tmp_path: Path, c
 
 
 def test_the_newest_complete_one_and_why_not_the_others(tmp_path: Path) -> None:
+    """Incomplete checkpoints are skipped, each with its reason."""
     assert newest_complete(tmp_path) is None and newest_complete(tmp_path / "nowhere") is None
     add(tmp_path, 5, 10, 15, 20, 25)
     choice = newest_complete(tmp_path)

@@ -213,6 +213,7 @@ def test_a_trainers_flag_is_answered_with_ours(name: str) -> None:
 
 
 def test_several_trainers_flags_at_once() -> None:
+    """Flags of transformers' trainer are refused together, each with the flag that was probably meant."""
     typed = "--learning_rate 1e-4 --num_train_epochs 3 --bf16 --output_dir out --weight-decay=0.1"
     message = message_of(lambda: parse_command_line(typed.split(), "run.py"))
     expected = [
@@ -339,6 +340,7 @@ def test_all_mistakes_come_in_one_error_with_their_origin(tmp_path: Path) -> Non
     ],
 )
 def test_unusable_file(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    """Duplicate keys, bad syntax and files that are no mapping are refused with a message."""
     (tmp_path / name).write_text(text)
     message = message_of(lambda: load_run_config(tmp_path / name))
     assert expected in message
@@ -346,6 +348,7 @@ def test_unusable_file(tmp_path: Path, name: str, text: str, expected: str) -> N
 
 
 def test_missing_file(tmp_path: Path) -> None:
+    """A file that does not exist is one message."""
     assert "cannot be read" in message_of(lambda: load_run_config(tmp_path / "none.yaml"))
 
 
@@ -378,6 +381,7 @@ def test_show_config_prints_what_config_reads(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_command_line_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help lists every command; a mistyped one is refused with a suggestion."""
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in COMMANDS)

@@ -83,6 +83,7 @@ def test_what_cannot_be_mapped_is_refused_key_by_key(tmp_path: Path) -> None:
 
 
 def test_mapped_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values of the other trainer's lists are read as ours."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("0\n")
     processor = {"processor_name": "/hf", "processor_modality": "vision", "processor_type": "qwen2_vl"}
@@ -153,6 +154,7 @@ def test_every_target_is_a_key_of_ours() -> None:
 
 @pytest.mark.parametrize("content", ["[]", '[{"type": "saver", "config": {}}]', '[{"type": "trainer"}]', "[1]"])
 def test_other_lists(tmp_path: Path, content: str) -> None:
+    """A list that is no configuration of that trainer is refused."""
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ConfigError, match="found a list that is not"):
         load_run_config(tmp_path / "a.json")

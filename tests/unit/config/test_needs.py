@@ -112,6 +112,7 @@ def test_a_file_that_a_run_wrote_holds_every_key_and_asks_for_nothing(tmp_path: 
 
 
 def test_all_at_once_and_with_the_other_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags without effect are listed together with everything else that is wrong."""
     typed = [
         "--fp8-format",
         "hybrid",

@@ -112,6 +112,7 @@ def test_a_failed_write_is_one_message_and_leaves_nothing(
 @pytest.mark.skipif(os.getuid() != 0, reason="only root mounts a small disk")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """A disk that is too small is refused at once; one that fills up meanwhile is one message, and no file is left."""
     hf, megatron = folders
     disk = tmp_path / "disk"
     disk.mkdir()

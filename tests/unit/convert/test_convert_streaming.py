@@ -115,6 +115,7 @@ def test_the_manifest_holds_the_hash_of_every_tensor_as_imported(hf: Path, tmp_p
 
 
 def test_files_of_a_given_size(hf: Path, tmp_path: Path) -> None:
+    """An export is divided into files of at most the given size, with an index."""
     import_hf(hf, tmp_path / "m")
     export_hf(tmp_path / "m", tmp_path / "out", max_shard_size="100KB", verify=True)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

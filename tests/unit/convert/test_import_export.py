@@ -184,6 +184,7 @@ def test_command_line_errors_are_one_message_and_exit_code_2(
 
 
 def test_a_damaged_file_and_a_damaged_checkpoint(hf: Path, tmp_path: Path) -> None:
+    """Both are refused with a message that names them."""
     import_hf(hf, tmp_path / "m")
     checkpoint, _ = latest_checkpoint(tmp_path / "m")
     (checkpoint / "metadata.json").unlink()

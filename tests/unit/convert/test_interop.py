@@ -164,6 +164,7 @@ def test_a_config_alone_describes_a_checkpoint(hf: Path, tmp_path: Path, capsys:
 
 
 def test_tied_embeddings_on_two_stages(tied: Path, tmp_path: Path) -> None:
+    """The matrix that both stages hold is exported once, bit for bit."""
     megatron = legacy_folder(tied, tmp_path, tp=2, pp=2, fused=False)
     export_hf(megatron, tmp_path / "out", hf_config=tied)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tied / "model.safetensors").read_bytes()

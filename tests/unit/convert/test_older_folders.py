@@ -73,6 +73,7 @@ def test_an_image_processor_whose_name_says_nothing(folders: dict[str, Path], tm
 
 
 def test_an_older_folder_of_onevision(tmp_path: Path) -> None:
+    """A folder as it was first published gives the tokens of its processor, also for videos."""
     folder = as_published(make_onevision(tmp_path / "hf"), tmp_path / "old")
     assets, theirs = load_assets(folder), AutoProcessor.from_pretrained(folder)
     assert "<video>" not in assets.refused and assets.video_pixels == PixelRange()

@@ -71,6 +71,7 @@ def pictures(batches: list[Batch]) -> dict[str, list[Tensor]]:
 
 
 def test_off_by_default(dataset: Path, assets: Assets) -> None:
+    """Without transforms, pictures are those of the processor."""
     assert DataConfig().augment == ()
     plain = take(open_loader(dataset, assets), 30)
     assert_equal(take(open_loader(dataset, assets, augment=()), 30), plain)
@@ -258,6 +259,7 @@ def test_refused_classes_exist() -> None:
 
 
 def test_all_problems_at_once() -> None:
+    """All wrong transforms are listed in one message."""
     message = refusal(
         {"name": "ColourJitter"},
         {"name": "Resize", "size": 224},

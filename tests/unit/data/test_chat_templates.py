@@ -207,6 +207,7 @@ def test_masks_of_trimmed_offsets(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_with_smollm2(name: str) -> None:
+    """With a real tokenizer exactly the answers are trained."""
     tokenizer = real_smollm2()
     assert_real(tokenizer, name)
 
@@ -221,6 +222,7 @@ def real_smollm2() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_with_mistral(name: str, tmp_path: Path) -> None:
+    """With Mistral's own tokenizer exactly the answers are trained."""
     tokenizer = mistral_v1(tmp_path)
     if tokenizer is None:
         pytest.skip("the package mistral-common is not installed")

@@ -102,11 +102,13 @@ def test_processor_that_does_not_normalize(copy: Path) -> None:
     "data", [b"", b"no picture", picture(0)[:400], picture(0, "PNG")[:60], picture(0, "PNG")[:-30]]
 )
 def test_broken_pictures(data: bytes, assets: Assets) -> None:
+    """A picture that cannot be decoded is a DataError with its size in bytes."""
     with pytest.raises(DataError, match=f"the picture cannot be decoded \\({len(data)} bytes\\)"):
         tiles(assets.images, [data])
 
 
 def test_decompression_bomb(assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture beyond Pillow's limit is refused."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DataError, match="decompression bomb"):
         tiles(assets.images, [picture(0)])
@@ -185,6 +187,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_folders(case: str, copy: Path) -> None:
+    """Each kind of damage to a folder is refused with its own message."""
     damage, message = WRONG[case]
     damage(copy)
     with pytest.raises(DataError, match=message):
@@ -209,6 +212,7 @@ def test_folder_with_only_a_tokenizer_is_completed_by_the_checkpoint(folder: Pat
 
 
 def test_legacy_chat_template_file(copy: Path) -> None:
+    """chat_template.json is read where there is no chat_template.jinja."""
     (copy / "chat_template.jinja").unlink()
     (copy / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     assert load_assets(copy).chat.content_format["user"] == "list"

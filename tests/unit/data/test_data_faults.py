@@ -135,6 +135,7 @@ def test_too_long_may_be_cut_or_end_the_run(faulty: Path, assets: Assets) -> Non
 
 
 def test_nothing_but_broken_samples(assets: Assets, tmp_path: Path) -> None:
+    """After 100 in a row the loader gives up with one message, in a process of its own too."""
     write_shard(tmp_path / "000000.tar", (vqa_sample(n, txt=" ") for n in range(4)))
     prepare(tmp_path)
     messages = []

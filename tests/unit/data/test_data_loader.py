@@ -405,6 +405,7 @@ def test_pictures_and_text_mix_in_one_dataset(mixed: Path, assets: Assets) -> No
 
 
 def test_batches_of_text_only(mixed: Path, assets: Assets) -> None:
+    """Batches without pictures have empty pixels and no placeholder."""
     for batch in take(open_loader(mixed / "text", assets), 3):
         check_batch(batch, assets)
         assert batch.media["pixel_values"].shape == (0, 3, 56, 56) and batch.media["feature_positions"].shape == (0,)

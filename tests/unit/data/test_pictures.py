@@ -258,9 +258,7 @@ def test_pictures_that_training_refuses_are_refused_by_prepare(tmp_path: Path) -
         assert refused.value.reason == Reason.IMAGE_FORMAT
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PICTURES if "RGBA" in name or "transparent" in name or " LA" in name]
-)
+@pytest.mark.parametrize("name", PICTURES)
 def test_a_processor_of_its_own_decides_about_transparency(name: str) -> None:
     data = PICTURES[name]
     processor = Idefics2ImageProcessor()

@@ -69,6 +69,7 @@ def test_formats_rates_and_channels(kind: str, subtype: str | None, rate: int, c
 
 
 def test_eight_channels_and_odd_rates() -> None:
+    """The length that is predicted is that of the decoded sound."""
     for rate in (11_025, 22_050, 44_100, 96_000):
         data = encoded(0.777, rate=rate, channels=8)
         assert len(decode_audio(data, RATE)) == audio_length(data, RATE)
@@ -268,6 +269,7 @@ def test_a_pack_keeps_to_the_budget_of_frames(dataset: Path, assets: Assets) -> 
 
 
 def test_sound_in_a_store_and_listed_parts(assets: Assets, tmp_path: Path) -> None:
+    """Sounds are found in the sample and beside the shards; a missing one has a reason."""
     (tmp_path / "wavs").mkdir()
     (tmp_path / "wavs" / "a.mp3").write_bytes(encoded(1.0, kind="MP3"))
     talk = messages(("user", "<audio>\nWhat? <audio>"), ANSWER)

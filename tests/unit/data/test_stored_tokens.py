@@ -132,6 +132,7 @@ def test_tokens_of_others_are_ignored(stored: Any, assets: Assets) -> None:
     ],
 )
 def test_damaged_tokens(change: dict[str, Any], message: str, assets: Assets) -> None:
+    """Stored tokens that do not fit the sample are refused with what to do."""
     turns = (Turn("user", "<image>What?"), Turn("assistant", "That."))
     stored = to_json(assets.chat.text_tokens(turns, num_images=1), assets.chat.fingerprint, digest_of(turns))
     with pytest.raises(DataError, match=f"prepared_tokens {message}.*prepare the data again"):

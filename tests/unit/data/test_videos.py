@@ -207,6 +207,7 @@ def test_a_class_without_videos_names_those_that_take_them(tmp_path: Path) -> No
 
 
 def test_a_template_without_videos(hf: Path, tmp_path: Path) -> None:
+    """Videos are refused with the reason, and pictures still work."""
     template = tmp_path / "pictures_only.jinja"
     template.write_text(CHAT_TEMPLATE.replace("<video>", ""))
     assets = load_assets(hf, chat_template=str(template))

@@ -89,11 +89,13 @@ def test_a_wrong_start_is_refused(launch: LaunchConfig, environ: dict[str, str],
 
 
 def test_one_node_of_a_larger_job_on_purpose() -> None:
+    """A run that asks for one node uses one, whatever the job has."""
     found = find_nodes(LaunchConfig(num_nodes=1), BATCH)
     assert (found.count, found.port) == (1, None)
 
 
 def test_commands_of_one_and_many_machines() -> None:
+    """Several machines, or a given port, make torchrun meet at the address."""
     argv = torchrun_argv(8, "w", [], Nodes(2, 1, "host", 4000, "77"))
     expected = "--nnodes 2 --node-rank 1 --rdzv-id 77 --master-addr host --master-port 4000 --nproc-per-node 8 -m w"
     assert argv[3:] == expected.split()
@@ -136,6 +138,7 @@ def test_without_scontrol_the_address_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes, GPUs, output and own options are #SBATCH lines; the last line starts every node."""
     launch = LaunchConfig(num_gpus=8, num_nodes=4, sbatch_options="--partition=gpu --comment='two words'")
     text = batch_file("my", launch, tmp_path / "my", ["--name", "a b"], on_gpus=True)
     lines = text.splitlines()

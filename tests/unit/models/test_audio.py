@@ -349,6 +349,7 @@ def test_adapters_find_the_layers_of_the_encoder(folder: Path) -> None:
 
 
 def test_refusals(assets: Assets) -> None:
+    """Clips of impossible lengths, and pictures, are refused with their reason."""
     for seconds, reason in ((31.0, "31.0 seconds long, but the model takes at most 30"), (0.015, "too short")):
         with pytest.raises(DataError, match=reason):
             tokenize(conversation("<audio>", seconds), assets, "k")

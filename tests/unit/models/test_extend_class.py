@@ -17,6 +17,7 @@ from tests.helpers.tiny_hf import make_hf_llava, randomise
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of docs/extend/class.md works as its blocks stand."""
     toy, *lines = blocks("class.md")
     for table in (ARCHITECTURES, MODEL_CLASSES):
         monkeypatch.setitem(table, "toy", None)  # taken out at the end

@@ -41,6 +41,7 @@ WAVE = [math.sin(index / 20) / 2 for index in range(800)]
     ids=lambda value: str(value)[:40],
 )
 def test_contents_in_a_row(reference: Any) -> None:
+    """A picture's bytes are read in every form that rows hold them in."""
     assert read_image(reference, Path("/nowhere")).data == PICTURE
 
 
@@ -94,6 +95,7 @@ def test_the_near_match_of_a_missing_file(tmp_path: Path, written: str, on_disk:
 
 
 def test_sounds_as_arrays(tmp_path: Path) -> None:
+    """Arrays of samples become WAV files, mixed down to mono; impossible ones are refused."""
     sound = read_audio({"array": WAVE, "sampling_rate": 16000}, tmp_path, LIMITS, decode=True)
     assert (sound.extension, sound.seconds) == ("wav", 0.05)
     np.testing.assert_array_equal(decode_audio(sound.data, 16000), np.float32(WAVE))

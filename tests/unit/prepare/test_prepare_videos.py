@@ -127,6 +127,7 @@ GOOD: dict[str, tuple[dict[str, Any], list[int], float | None]] = {
 
 
 def test_rows_with_videos(place: Path) -> None:
+    """Every way to name a video gives its frames and their rate."""
     source = rows(place, *({"id": name, **row} for name, (row, _, _) in GOOD.items()))
     result = make(source, place / "out")
     assert not result.counts.skipped, result.first_skipped
@@ -167,6 +168,7 @@ BAD: dict[str, tuple[dict[str, Any], Reason, str]] = {
 
 
 def test_broken_rows(place: Path) -> None:
+    """A row whose video cannot be used is left out with its reason."""
     source = rows(place, *({"id": name, "messages": [Q, A], **row} for name, (row, _, _) in BAD.items()))
     make(source, place / "out", Options(limits=Limits(frames=10)), max_skip_rate=1)
     found = skipped(place / "out")
@@ -202,6 +204,7 @@ def test_tokens_are_those_of_training(place: Path, hf: Path) -> None:
 
 
 def test_a_model_without_videos(place: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rows with videos are left out, and the message names classes that take them."""
     folder = tmp_path_factory.mktemp("llava")
     make_hf_llava(folder)
     make(rows(place, {"id": "a", "messages": [Q, A], "videos": ["gone.mp4"]}), place / "out",
@@ -269,6 +272,7 @@ def test_options_of_one_video(tmp_path: Path, options: dict[str, Any], expected:
 
 
 def test_the_rate_of_listed_frames(tmp_path: Path) -> None:
+    """It is that of the row, else that of the flag."""
     (tmp_path / "a.png").write_bytes(noise(8, 9))
     for name in ("fps", "sample_fps"):
         assert read_video({"frames": ["a.png"] * 3, name: 0.5}, tmp_path, Sampling(), LIMITS).fps == 0.5
@@ -301,6 +305,7 @@ OTHERS = [("mkv", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4"), ("mpg", 
 
 @pytest.mark.parametrize(("suffix", "codec"), OTHERS)
 def test_other_containers(tmp_path: Path, suffix: str, codec: str) -> None:
+    """Frames are chosen alike in every container."""
     frames, _ = decoded(video_file(tmp_path / f"a.{suffix}", codec=codec, num_frames=30))
     assert greys(frames) == [0, 12, 25]
 
@@ -352,6 +357,7 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path, kind: str, monkeypatch: 
 
 
 def test_limits_of_a_video_file(tmp_path: Path) -> None:
+    """Frames or bytes beyond a limit are refused with the limit."""
     path = video_file(tmp_path / "a.mp4")
     with pytest.raises(BadSample, match="frames of 64 x 48 pixels; the limit is 3000"):
         decoded(path, limits=Limits(picture_pixels=3000))

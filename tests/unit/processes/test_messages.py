@@ -42,6 +42,7 @@ def raising(error: BaseException) -> Callable[[], int]:
     ],
 )
 def test_one_message_and_exit_code_2(error: Exception, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error is one message, with what to do where that is known."""
     assert with_messages(raising(error)) == 2
     assert capsys.readouterr().err.startswith(f"error: {says}")
 
@@ -79,6 +80,7 @@ def run(line: str, **environ: str) -> tuple[int, str]:
     ],
 )
 def test_consoles(line: str, code: int, says: str) -> None:
+    """Closed and full consoles, deleted folders and text beyond ASCII end as they should."""
     encoding = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     found, said = run(line, PYTHONPATH=str(REPOSITORY), **encoding)
     assert (found, said[: len(says)]) == (code, says) and "Traceback" not in said

@@ -167,7 +167,7 @@ def test_text_alone_gives_every_weight_a_gradient(folder: Path, shape: str) -> N
     ids = torch.randint(8, 200, (1, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros(ids.shape)
     mask[:, 10:30] = 1
-    position_ids = torch.arange(40).expand((3, 1, 40) if "qwen" in shape else (1, 40))
+    position_ids = torch.arange(40).expand((3, 1, 40) if config.model_type == "qwen2_5_vl" else (1, 40))
     batch: Any = SimpleNamespace(
         input_ids=ids,
         labels=ids.roll(-1, 1),

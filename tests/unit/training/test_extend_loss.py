@@ -32,6 +32,7 @@ def step(groups: Groups, run: RunConfig) -> StepResult:
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss term of docs/extend/loss.md works as its blocks stand."""
     key, term, _ = blocks("loss.md")
     make_hf_llava(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "megatron")

@@ -52,6 +52,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_page(tmp_path: Path, tables: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The metrics of docs/extend/metric.md work as their blocks stand."""
     host, loader, logits, model, name = blocks("metric.md")
     make_hf_llava(tmp_path / "hf")
     checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron")

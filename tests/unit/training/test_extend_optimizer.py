@@ -48,6 +48,7 @@ def state_of(trainer: Trainer, groups: Groups, *, is_loading: bool) -> dict[str,
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_page(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer of docs/extend/optimizer.md works as its blocks stand."""
     settings, line = blocks("optimizer.md")
     names = settings.run({"Field": Field, "Literal": Literal})
     types = {

@@ -279,6 +279,7 @@ def test_which_towers_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_rules(tmp_path: Path) -> None:
+    """Options that graphs do not allow are refused, each by name."""
     base = [f"checkpoint.save_dir={tmp_path}", "checkpoint.init=true", "model.cuda_graphs=true"]
     alone = load_run_config(None, base)
     found = check_run(alone, None, world_size=1, device_available=True)

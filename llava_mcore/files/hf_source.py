@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.json_files import read_object
 from llava_mcore.files.weight_files import ADAPTER_CONFIG
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""ORGANIZATION/MODEL."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -26,6 +30,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             )
         if any(folder.glob("iter_*")) or (folder / "metadata.json").is_file():
             raise ConversionError(f"{folder} holds Megatron checkpoints: give it as --megatron-dir, or run export-hf")
+        if not folder.exists() and HUB_NAME.fullmatch(str(folder)):
+            raise ConversionError(
+                f"{folder}: no config.json, because there is no such folder; if it is a model on the Hugging Face Hub, "
+                f"download it with\nhf download {folder} --local-dir {folder.name}\nand give {folder.name}"
+            )
         raise ConversionError(
             f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
         )

@@ -170,8 +170,16 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
         raise ConfigError(problems("The run cannot start", errors))
     if run.checkpoint.unsaved is not None:
         notes.append(run.checkpoint.unsaved)
-    text = sbatch.batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)
+    cpus = _cpus_per_node(run)
+    text = sbatch.batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus, cpus=cpus)
     return BatchJob(run.run_dir / sbatch.FILE, text, tuple(notes))
+
+
+def _cpus_per_node(run: RunConfig) -> int:
+    """Return the number of a node's training and loader processes, if the replicas are divided evenly over nodes."""
+    parallel, per_node = run.parallel, run.launch.num_gpus
+    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return per_node + run.data.num_workers * -(-per_node // replica)
 
 
 def submit(job: BatchJob) -> str:

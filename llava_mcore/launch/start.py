@@ -14,7 +14,7 @@ from llava_mcore.errors import ConfigError, problems
 from llava_mcore.files.text_files import naming
 from llava_mcore.launch import sbatch
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import preflight, preflight_of_job, resolve
+from llava_mcore.launch.preflight import collecting, preflight, preflight_of_job, resolve, with_epochs
 from llava_mcore.launch.run_lock import RunLock
 from llava_mcore.launch.slurm import describe, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
@@ -69,7 +69,19 @@ class Launch:
         return (
             f"{self.nodes.count} x {per_node} processes = tp {tp} x pp {pp} x dp {dp}; "
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per iteration; "
-            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}"
+            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}{self._length}"
+        )
+
+    @property
+    def _length(self) -> str:
+        """The length of a run by epochs, on a line of its own; else nothing."""
+        training = self.run.training
+        if training.samples_to_read is None:
+            return ""
+        most = "at most " if self.run.data.packing else ""
+        return (
+            f"\n{training.train_epochs:g} epochs of {training.epoch_samples:,} samples = "
+            f"{training.samples_to_read:,} samples: {most}{training.num_iterations:,} iterations"
         )
 
 
@@ -86,7 +98,11 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     nodes = find_nodes(typed.launch, os.environ)
     launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
     run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
-    errors = [*preflight(run, world_size, gpu_count, keys), *_without_submit(keys)]
+    errors: list[str] = []
+    with collecting(errors):
+        run = with_epochs(run)
+    others = preflight(run, world_size, gpu_count, keys)
+    errors = [*others, *(error for error in errors if error not in others), *_without_submit(keys)]
     if errors:
         raise ConfigError(problems("The run cannot start", errors))
     config_file = run.run_dir / "run.yaml"

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.storage.dataset_path import MANIFEST
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync
 from llava_mcore.prepare.counts import PrepareCounts, ShardReport, add_up
@@ -27,7 +28,6 @@ from llava_mcore.prepare.row_types import RowRange, Skipped
 from llava_mcore.prepare.shard_plan import Options, ShardList, SourcePaths, make_plan
 from llava_mcore.processes.forkserver import end_with_parent, start_forkserver
 
-MANIFEST = "manifest.json"
 SKIPPED = "skipped.jsonl"
 NUM_FIRST = 10
 """Number of skipped rows to show."""
@@ -145,7 +145,13 @@ def _finish(
 
 def _manifest(plan: ShardList, reports: Sequence[ShardReport], counts: PrepareCounts) -> str:
     shards = [
-        {"name": r.name, "samples": r.counts.entries, "bytes": r.counts.bytes, "sha256": r.sha256}
+        {
+            "name": r.name,
+            "samples": r.counts.entries,
+            "conversations": r.counts.conversations,
+            "bytes": r.counts.bytes,
+            "sha256": r.sha256,
+        }
         for r in reports
         if r.name is not None
     ]

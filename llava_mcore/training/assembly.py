@@ -93,6 +93,12 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         progress, loader_states = resume(trainer)
         on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
+        if run.training.fraction_done(progress.iteration, progress.num_read) >= 1:  # a run by epochs knows it only now
+            raise CheckpointError(
+                f"{checkpoint} has read all {run.training.samples_to_read} samples of the run: raise --train-epochs, "
+                "which counts the whole run, to continue",
+                on_all_ranks=True,
+            )
     begin("opening the data")
     loader = raise_together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = raise_together(groups, lambda: _open_validation(run, assets))

@@ -101,7 +101,8 @@ class Iterations:
         if any(progress.iteration + 1 in skipped_range for skipped_range in self.skipped):
             progress.skipped_iterations += 1
         else:
-            step = self._step(progress.iteration + 1, batches)
+            by_epochs = self.trainer.run.training.samples_to_read is not None
+            step = self._step(progress.iteration + 1, batches, counts.num_read if by_epochs else self.size)
             progress.failed_updates += not step.updated
         progress.iteration += 1
         progress.consumed_samples += self.size
@@ -156,8 +157,9 @@ class Iterations:
             seconds=seconds,
         )
 
-    def _step(self, iteration: int, batches: SharedStep) -> LaunchedStep:
+    def _step(self, iteration: int, batches: SharedStep, num_samples: int) -> LaunchedStep:
+        """Launch a step. `num_samples`: by which the learning-rate schedule advances."""
         trainer = self.trainer
         parts = trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler
         with explain_out_of_memory(trainer.run, trainer.groups, iteration):
-            return train_step(*parts, batches, self.size, trainer.graphs, only_if_finite=self.only_if_finite)
+            return train_step(*parts, batches, num_samples, trainer.graphs, only_if_finite=self.only_if_finite)

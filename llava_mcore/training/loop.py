@@ -98,7 +98,7 @@ class _Loop:
     @property
     def is_complete(self) -> bool:
         """Whether all iterations are done."""
-        return self.progress.iteration >= self.run.training.num_iterations
+        return self.run.training.fraction_done(self.progress.iteration, self.progress.num_read) >= 1
 
     def iterate(self, stop: StopRules) -> bool:
         """Train on one global batch, then validate and save if due; a collective call. Returns whether to stop."""
@@ -134,8 +134,8 @@ class _Loop:
     def _is_anything_due(self, iteration: int) -> bool:
         return (
             self.is_complete
-            or self.validator.due(iteration)
-            or self.answerer.due(iteration)
+            or self.validator.due(iteration, is_last=False)
+            or self.answerer.due(iteration, is_last=False)
             or self._saves(iteration)
             or is_due(iteration, self.run.checkpoint.non_persistent_save_interval)
         )
@@ -158,9 +158,9 @@ class _Loop:
         asked, writing, failed = any_rank(self.groups, *self._flags(stop))
         if failed:
             self.raise_log_problem()
-        if self.validator.due(iteration) and (self.is_complete or not asked):
+        if self.validator.due(iteration, is_last=self.is_complete) and (self.is_complete or not asked):
             self.reporter.validation(self.validator.run(iteration))  # before the save, which a resumed run starts from
-        if self.answerer.due(iteration) and (self.is_complete or not asked):
+        if self.answerer.due(iteration, is_last=self.is_complete) and (self.is_complete or not asked):
             self.reporter.answers(self.answerer.run(iteration))
         self._save(iteration, is_last=self.is_complete or asked, writing=writing)
         return asked

@@ -21,6 +21,8 @@ from llava_mcore.files.regular import kind_of
 META = ".nv-meta"
 SCRATCH = ".prepare"
 """Folder of `prepare` while it works; in a dataset without META, it has not completed it."""
+MANIFEST = "manifest.json"
+"""File of `prepare`: its request, totals, and the samples of each shard."""
 FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 VALIDATION = "val"
 UNPREPARED = (".json", ".jsonl", ".parquet", ".csv", ".tsv")

@@ -147,8 +147,8 @@ def _show(examiner: Examiner, report: DataReport, assets: Assets, console: Conso
 def _show_one(check: DataCheck, key: str, assets: Assets, console: Console) -> int:
     """Print every conversation of one sample; returns 0 if training uses it, else 2."""
     check_dataset(check.data_path)
-    seq_length, most = check.seq_length, check.max_media_tokens
-    examiner = Examiner(check.data_path, assets, seq_length=seq_length, max_media_tokens=most)
+    seq_length, max_patches = check.seq_length, check.max_media_tokens
+    examiner = Examiner(check.data_path, assets, seq_length=seq_length, max_media_tokens=max_patches)
     finding = examiner.examine(*find(examiner.datasets, key))
     if finding.status == "used":
         for tokens in examiner.conversations(finding):

@@ -13,6 +13,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.files.text_files import naming
 from llava_mcore.launch import sbatch
+from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.nodes import Nodes, find_nodes
 from llava_mcore.launch.preflight import collecting, preflight, preflight_of_job, resolve, with_epochs
 from llava_mcore.launch.run_lock import RunLock
@@ -78,10 +79,10 @@ class Launch:
         training = self.run.training
         if training.samples_to_read is None:
             return ""
-        most = "at most " if self.run.data.packing else ""
+        limit = "at most " if self.run.data.packing else ""
         return (
             f"\n{training.train_epochs:g} epochs of {training.epoch_samples:,} samples = "
-            f"{training.samples_to_read:,} samples: {most}{training.num_iterations:,} iterations"
+            f"{training.samples_to_read:,} samples: {limit}{training.num_iterations:,} iterations"
         )
 
 
@@ -140,7 +141,10 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         job = read_job(os.environ)
         if job is not None and launch.nodes.rank == 0:
             print(describe(job), flush=True)
-        return run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
+        code = run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
+        for line in last_lines(run, code) if launch.nodes.rank == 0 else ():
+            print(line, flush=True)
+        return code
 
 
 def _without_submit(keys: Collection[str]) -> list[str]:

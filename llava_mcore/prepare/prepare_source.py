@@ -26,7 +26,7 @@ from llava_mcore.prepare.output.finish import write_meta
 from llava_mcore.prepare.output.shard import ShardMaker, ShardSetup
 from llava_mcore.prepare.row_types import RowRange, Skipped
 from llava_mcore.prepare.shard_plan import Options, ShardList, SourcePaths, make_plan
-from llava_mcore.processes.forkserver import end_with_parent, start_forkserver
+from llava_mcore.processes.forkserver import PRELOADED, end_with_parent, start_forkserver
 
 SKIPPED = "skipped.jsonl"
 NUM_FIRST = 10
@@ -192,7 +192,7 @@ def _make(
         return
     # Processes are forked from a server that has imported everything and has no threads, unlike this process.
     context = multiprocessing.get_context("forkserver")
-    start_forkserver(__name__)
+    start_forkserver(PRELOADED, __name__)
     counter: Synchronized[int] = context.Value("q", 0)
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_process, initargs=(setup, counter))
     try:

@@ -47,12 +47,14 @@ def write_qwen_vl(name: str, folder: Path, seed: int) -> None:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL; a token is 28 x 28 pixels."""
     tokenizer = make_tokenizer(_TOKENS)
     patches = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
-    least, most = (4 * PATCH) ** 2, (8 * PATCH) ** 2
+    min_pixels, max_pixels = (4 * PATCH) ** 2, (8 * PATCH) ** 2
     # The defaults of Qwen3-VL's two processors differ; in published files they do not.
-    own: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if name == "qwen3_vl" else {}
-    images = hf.Qwen2VLImageProcessor(size={"shortest_edge": least, "longest_edge": most}, **patches, **own)
+    means: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if name == "qwen3_vl" else {}
+    images = hf.Qwen2VLImageProcessor(
+        size={"shortest_edge": min_pixels, "longest_edge": max_pixels}, **patches, **means
+    )
     video_class = hf.Qwen3VLVideoProcessor if name == "qwen3_vl" else hf.Qwen2VLVideoProcessor
-    videos = video_class(size={"shortest_edge": least, "longest_edge": 8 * most}, **patches)
+    videos = video_class(size={"shortest_edge": min_pixels, "longest_edge": 8 * max_pixels}, **patches)
     processors = {
         "qwen2_vl": hf.Qwen2VLProcessor,
         "qwen2_5_vl": hf.Qwen2_5_VLProcessor,

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.stored_tokens import origin_of
 from llava_mcore.data.storage.dataset_path import MANIFEST
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync
@@ -129,10 +130,8 @@ def _finish(
         (folder / MANIFEST).unlink(missing_ok=True)
     elif not (folder / MANIFEST).is_file() or not (folder / META).is_dir():
         progress.begin("indexing shards", num_shards)
-        tokens_by = None if assets is None else assets.chat.fingerprint
-        write_meta(
-            folder, reports, val_ratio=options.val_ratio, tokens_by=tokens_by, on_shard=lambda: progress.advance(1)
-        )
+        origin = None if assets is None else origin_of(assets.chat.fingerprint, assets.pixel_ranges)
+        write_meta(folder, reports, val_ratio=options.val_ratio, origin=origin, on_shard=lambda: progress.advance(1))
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
     rows_made = sum(report.counts.rows for report in reports if report.shard in written)
     seconds = time.perf_counter() - start

@@ -76,7 +76,12 @@ def prepare_streams() -> None:
 
 
 def quiet_libraries() -> None:
-    """Let libraries log errors only: on a CPU they print a page of warnings about missing packages."""
+    """Let libraries log errors only: on a CPU they print a page of warnings about missing packages.
+
+    transformers sets its own level when it is imported, which may be later: it reads the environment. Processes that
+    this one starts inherit that.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in _NOISE:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +63,12 @@ class Finding:
     unused: tuple[str, ...] = ()
     """Keys of the json that nothing reads."""
 
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Whether it has one or several conversations, and no, one or several pictures, videos and sounds."""
+        counts = (self.num_images, len(self.num_frames), self.num_sounds)
+        return (min(self.num_conversations, 2), *(min(count, 2) for count in counts))
+
 
 class Examiner:
     """Examines samples of a data path by dataset and number."""
@@ -107,9 +114,13 @@ class Examiner:
 
     def conversation(self, finding: Finding) -> TokenConversation:
         """Return the first conversation of a sample that was examined before and can be used."""
+        return self.conversations(finding)[0]
+
+    def conversations(self, finding: Finding) -> Sequence[TokenConversation]:
+        """Return the conversations of a sample that was examined before and can be used."""
         data = self.datasets[finding.dataset]
         with data.reading():
-            return self._encoder.preencode_sample(data.cook(data.read(finding.index))).conversations[0]
+            return self._encoder.preencode_sample(data.cook(data.read(finding.index))).conversations
 
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
         raw = data.read(blank.index)

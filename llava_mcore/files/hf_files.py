@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ SINGLE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 EXPLICIT = "transformers_weights"
 """Key of config.json with the name of the weight file or of its index."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""ORGANIZATION/MODEL."""
 _INDEX_END = ".safetensors.index.json"
 _LISTED = 20  # names in one message
 _NO_SUCH_FILE = (
@@ -240,6 +243,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             )
         if any(folder.glob("iter_*")) or (folder / "metadata.json").is_file():
             raise ConversionError(f"{folder} holds Megatron checkpoints: give it as --megatron-dir, or run export-hf")
+        if not folder.exists() and HUB_NAME.fullmatch(str(folder)):
+            raise ConversionError(
+                f"{folder}: no config.json, because there is no such folder; if it is a model on the Hugging Face Hub, "
+                f"download it with\nhf download {folder} --local-dir {folder.name}\nand give {folder.name}"
+            )
         raise ConversionError(
             f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
         )

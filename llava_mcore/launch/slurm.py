@@ -34,6 +34,15 @@ WITHOUT_PROCESSES = (
 BATCH_FILE = "train.sbatch"
 SECONDS_BEFORE_LIMIT = 300
 """Seconds before its time limit at which a job is asked to save and end."""
+_CPUS = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")
+_MEMORY = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
+"""Options that replace ours. Without any, many clusters give a task one CPU and a small part of the memory."""
+RESOURCES = (
+    "unless --sbatch-options ask for others, the job asks on every node for a CPU per process and loader process "
+    "(--cpus-per-task) and for all memory (--mem=0): --sbatch-options='--cpus-per-task=N --mem=SIZE'"
+)
+_UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that sbatch interprets in a #SBATCH line: quotes, escapes, comments, the end of the line."""
 _UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Characters that sbatch interprets in a #SBATCH line: quotes, escapes, comments, the end of the line."""
 
@@ -161,12 +170,15 @@ def _field(line: str, name: str) -> str | None:
     return words[0].partition("=")[2] if words else None
 
 
-def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequence[str], *, on_gpus: bool) -> str:
+def batch_file(
+    name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequence[str], *, on_gpus: bool, cpus: int
+) -> str:
     """Return the text of a batch file that runs `run.py arguments` on each node, from the folder it was submitted in.
 
     Args:
         arguments: the command line without --submit.
         on_gpus: whether to ask for `num_gpus` GPUs per node.
+        cpus: CPUs to ask for per node, unless --sbatch-options asks for some.
 
     Raises:
         ConfigError: lists every value that a #SBATCH line cannot carry; or the package is not a checkout.
@@ -187,6 +199,8 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{SECONDS_BEFORE_LIMIT}",
+        *([] if _asks_for(further, _CPUS) else [f"--cpus-per-task={cpus}"]),
+        *([] if _asks_for(further, _MEMORY) else ["--mem=0"]),
         *further,
     ]
     # sbatch reads these lines with rules of its own, not the shell's.
@@ -203,13 +217,18 @@ def batch_file(name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequen
     return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {_quoted(text)}" for text in options), f"exec {on_nodes}\n"])
 
 
+def _asks_for(options: Sequence[str], names: Sequence[str]) -> bool:
+    """Return whether one of some options is given, as --name, --name=value or -c4."""
+    return any(text.split("=")[0] in names or (text[:2] in names and text[:2] != "--") for text in options)
+
+
 def submit(file: Path) -> str:
     """Submit a batch file to SLURM and return the job's id. Raises ConfigError if SLURM is missing or refuses."""
     if shutil.which("sbatch") is None:
         raise ConfigError(f"--submit needs sbatch on PATH; {file} was written: submit it on a machine with SLURM")
     done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"sbatch refused {file}: {done.stderr.strip() or done.stdout.strip()}")
+        raise ConfigError(f"sbatch refused {file}: {done.stderr.strip() or done.stdout.strip()}\n{RESOURCES}")
     return done.stdout.strip().split(";")[0]
 
 

@@ -16,8 +16,9 @@ from llava_mcore.errors import ConfigError, problems
 from llava_mcore.files.folder_lock import FolderLock
 from llava_mcore.files.regular import naming
 from llava_mcore.launch import slurm
+from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import preflight, preflight_of_job, resolve
+from llava_mcore.launch.preflight import collecting, preflight, preflight_of_job, resolve, with_epochs
 from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
@@ -72,7 +73,19 @@ class Launch:
         return (
             f"{self.nodes.count} x {per_node} processes = tp {tp} x pp {pp} x dp {dp}; "
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per iteration; "
-            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}"
+            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}{self._length}"
+        )
+
+    @property
+    def _length(self) -> str:
+        """The length of a run by epochs, on a line of its own; else nothing."""
+        training = self.run.training
+        if training.samples_to_read is None:
+            return ""
+        limit = "at most " if self.run.data.packing else ""
+        return (
+            f"\n{training.train_epochs:g} epochs of {training.epoch_samples:,} samples = "
+            f"{training.samples_to_read:,} samples: {limit}{training.num_iterations:,} iterations"
         )
 
 
@@ -89,7 +102,11 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     nodes = find_nodes(typed.launch, os.environ)
     launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
     run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
-    errors = [*preflight(run, world_size, gpu_count, keys), *_without_submit(keys)]
+    errors: list[str] = []
+    with collecting(errors):
+        run = with_epochs(run)
+    others = preflight(run, world_size, gpu_count, keys)
+    errors = [*others, *(error for error in errors if error not in others), *_without_submit(keys)]
     if errors:
         raise ConfigError(problems("The run cannot start", errors))
     config_file = run.run_dir / "run.yaml"
@@ -130,7 +147,10 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         job = read_job(os.environ)
         if job is not None and launch.nodes.rank == 0:
             print(describe(job), flush=True)
-        return run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
+        code = run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
+        for line in last_lines(run, code) if launch.nodes.rank == 0 else ():
+            print(line, flush=True)
+        return code
 
 
 def _without_submit(keys: Collection[str]) -> list[str]:
@@ -176,8 +196,16 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
         raise ConfigError(problems("The run cannot start", errors))
     if run.checkpoint.unsaved is not None:
         notes.append(run.checkpoint.unsaved)
-    text = batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)
+    cpus = _cpus_per_node(run)
+    text = batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus, cpus=cpus)
     return BatchJob(run.run_dir / BATCH_FILE, text, tuple(notes))
+
+
+def _cpus_per_node(run: RunConfig) -> int:
+    """Return the number of a node's training and loader processes, if the replicas are divided evenly over nodes."""
+    parallel, per_node = run.parallel, run.launch.num_gpus
+    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return per_node + run.data.num_workers * -(-per_node // replica)
 
 
 def submit(job: BatchJob) -> str:

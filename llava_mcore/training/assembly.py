@@ -107,6 +107,12 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         progress, loader_states = resume(trainer)
         on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
+        if run.training.fraction_done(progress.iteration, progress.num_read) >= 1:  # a run by epochs knows it only now
+            raise CheckpointError(
+                f"{checkpoint} has read all {run.training.samples_to_read} samples of the run: raise --train-epochs, "
+                "which counts the whole run, to continue",
+                on_all_ranks=True,
+            )
 
     # Data for training, validation and answers, on the rank of each replica that reads it.
     begin("opening the data")

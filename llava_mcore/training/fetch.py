@@ -115,6 +115,11 @@ class StepCounts:
     """Pictures and frames within which patches see each other."""
 
     @property
+    def num_read(self) -> int:
+        """Conversations that were read, skipped ones too."""
+        return self.num_conversations + self.num_skipped
+
+    @property
     def media(self) -> MediaWork:
         """The work of the vision tower."""
         pairs = (self.num_patch_pairs, self.num_window_pairs)

@@ -82,7 +82,7 @@ class TrainingLoop:
     @property
     def is_complete(self) -> bool:
         """Whether all iterations are done."""
-        return self.progress.iteration >= self.config.training.num_iterations
+        return self.config.training.fraction_done(self.progress.iteration, self.progress.num_read) >= 1
 
     def run(self) -> bool:
         """Train until all iterations are done or it is time to stop; return whether they are done. A collective
@@ -142,6 +142,7 @@ class TrainingLoop:
         iterations.count(fetched.counts)
         rates = learning_rates(trainer.run, trainer.scheduler)  # the step changes them
         step: LaunchedStep | None = None
+        by_epochs = self.config.training.samples_to_read is not None  # the learning rate then follows what was read
         if not iterations.leaves_out_next:
             with explain_out_of_memory(trainer.run, trainer.groups, self.progress.iteration + 1):
                 step = train_step(
@@ -150,7 +151,7 @@ class TrainingLoop:
                     trainer.optimizer,
                     trainer.scheduler,
                     fetched.batches,
-                    iterations.size,
+                    fetched.counts.num_read if by_epochs else iterations.size,
                     trainer.graphs,
                     only_if_finite=iterations.only_if_finite,
                 )
@@ -163,8 +164,8 @@ class TrainingLoop:
     def _is_anything_due(self, iteration: int) -> bool:
         return (
             self.is_complete
-            or self.validator.due(iteration)
-            or self.answerer.due(iteration)
+            or self.validator.due(iteration, is_last=False)
+            or self.answerer.due(iteration, is_last=False)
             or self._saves(iteration)
             or is_due(iteration, self.config.checkpoint.non_persistent_save_interval)
         )
@@ -187,9 +188,9 @@ class TrainingLoop:
         asked, writing, failed = (count > 0 for count in sum_over_ranks(self.groups, self._flags()))
         if failed:
             self.raise_log_problem()
-        if self.validator.due(iteration) and (self.is_complete or not asked):
+        if self.validator.due(iteration, is_last=self.is_complete) and (self.is_complete or not asked):
             self.reporter.validation(self.validator.run(iteration))  # before the save, which a resumed run starts from
-        if self.answerer.due(iteration) and (self.is_complete or not asked):
+        if self.answerer.due(iteration, is_last=self.is_complete) and (self.is_complete or not asked):
             self.reporter.answers(self.answerer.run(iteration))
         self._save(iteration, is_last=self.is_complete or asked, writing=writing)
         return asked

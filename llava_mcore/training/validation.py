@@ -72,12 +72,10 @@ class Validator:
         self.most_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
         self._has_told = False
 
-    def due(self, iteration: int) -> bool:
+    def due(self, iteration: int, *, is_last: bool) -> bool:
         """Return whether a validation follows this iteration."""
         interval = self.trainer.run.validation.eval_interval
-        return interval is not None and (
-            iteration % interval == 0 or iteration == self.trainer.run.training.num_iterations
-        )
+        return interval is not None and (iteration % interval == 0 or is_last)
 
     def run(self, iteration: int) -> ValidationResult:
         """Run one validation. DataError on all ranks if any cannot read the data, or too much of it is broken."""

@@ -70,6 +70,11 @@ class Assets:
     """Why samples with pictures, videos or sounds cannot be used, by their mark; those without a reason can."""
 
     @property
+    def pixel_ranges(self) -> dict[str, PixelRange]:
+        """The ranges by the name of their field."""
+        return {"pixels": self.pixels, "video_pixels": self.video_pixels}
+
+    @property
     def to_rgb(self) -> ToRgb:
         """How pictures become RGB."""
         return self.images.to_rgb if isinstance(self.images, ImagePreprocessor) else on_white

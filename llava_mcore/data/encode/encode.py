@@ -129,7 +129,7 @@ def fit(
         return tokens
     excess = f"the sample has {'; and '.join(over)}"
     if not truncate:
-        raise TooLongError(f"{excess}; raise {' and '.join(raised)}, or choose --on-too-long drop or truncate")
+        raise TooLongError(f"{excess}; raise {' and '.join(raised)}, or choose --on-too-long truncate")
     # An answer that is cut off completely leaves nothing to learn.
     shorter = cut(tokens, seq_length, most_patches)
     if not shorter.trained.any():

@@ -20,7 +20,7 @@ from megatron.energon.epathlib import EPath
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
-from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.config.sections.data import LIMITS, PixelRange
 from llava_mcore.data.processors.audio_files import audio_length
 from llava_mcore.data.processors.image_header import image_size
 from llava_mcore.data.samples import Audio, Turn, Video
@@ -193,7 +193,13 @@ DIGEST_KEY = "of"
 """Key in that entry: the digest of the turns. Entries of earlier versions have none, so that nobody knows whether the
 text was changed afterwards; they are not used."""
 ORIGIN_FILE = "tokens.json"
-"""File in .nv-meta: the fingerprint of the tokens in the latest shards."""
+"""File in .nv-meta: the fingerprint of the tokens in the latest shards, and the pixel ranges that they were counted
+with."""
+RANGES = {
+    "pixels": ("pictures", "--min-pixels", "--max-pixels"),
+    "video_pixels": ("frames", "--video-min-pixels", "--video-max-pixels"),
+}
+"""Keys in that file, and in `Assets`."""
 
 logger = logging.getLogger(__name__)
 
@@ -260,4 +266,28 @@ def log_origin(datasets: Iterable[Path | EPath], fingerprint: str) -> None:
                 "%s: tokens were prepared with another tokenizer or chat template, so they are computed again during "
                 "training, which takes CPU time; prepare the data again to save it",
                 dataset,
+            )
+
+
+def origin_of(fingerprint: str, ranges: Mapping[str, PixelRange]) -> dict[str, Any]:
+    """Return the content of ORIGIN_FILE. `ranges`: by the keys of RANGES; empty ones are left out."""
+    listed = {key: [pixels.smallest, pixels.largest] for key, pixels in ranges.items() if pixels != PixelRange()}
+    return {"by": fingerprint, DIGEST_KEY: "turns", **listed}
+
+
+def warn_of_other_pixels(datasets: Iterable[Path | EPath], ranges: Mapping[str, PixelRange]) -> None:
+    """Warn about every dataset whose tokens were counted with another range of pixels than training resizes to."""
+    for dataset in datasets:
+        file = dataset / ".nv-meta" / ORIGIN_FILE
+        origin = json.loads(file.read_text()) if file.is_file() else {}
+        for key, (name, *flags) in RANGES.items():
+            pixels = ranges[key]
+            current = [pixels.smallest, pixels.largest]
+            if key not in origin or pixels == PixelRange() or origin[key] == current:
+                continue
+            smallest, largest = origin[key]
+            logger.warning(
+                "%s: its tokens were counted with %s of %s to %s pixels, but this run resizes them to %s to %s: lengths"
+                " and packs differ from those that prepare reported; give %s %s %s %s, or prepare the data again",
+                *(dataset, name, smallest, largest, *current, flags[0], smallest, flags[1], largest),
             )

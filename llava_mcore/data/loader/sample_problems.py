@@ -41,7 +41,7 @@ class Skips:
         if not isinstance(error, (*DATA_ERRORS, DataError)) and not isinstance(error.__cause__, DATA_ERRORS):
             raise DataError(str(skip)) from error
         if self.stop_if_too_long and isinstance(error, TooLongError):
-            raise DataError(str(skip)) from error
+            raise DataError(f"{skip}; --on-too-long drop leaves such samples out") from error
         self._collected.append(skip)
 
     def note(self, key: str, sources: list[SourceInfo], error: DataError) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
-from llava_mcore.data.encode.tokens import log_origin
+from llava_mcore.data.encode.tokens import log_origin, warn_of_other_pixels
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.open_stream import check_streams, open_stream
 from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
@@ -111,6 +111,7 @@ class TrainLoader:
             check_streams(streams, self.num_streams, leaves)
             if dp_rank == 0:
                 log_origin(leaves, assets.chat.fingerprint)
+                warn_of_other_pixels(leaves, assets.pixel_ranges)
                 for warning in _warnings(data, assets, augmentation, self.num_streams, dp_size):
                     logger.warning(warning)
             counted = streams_to_count(self.num_streams, dp_rank, dp_size)

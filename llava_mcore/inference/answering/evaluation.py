@@ -46,8 +46,11 @@ class ModelResult:
     tasks: list[TaskResult] = field(default_factory=list)
 
     def rows(self) -> dict[tuple[str, str], float | None]:
-        """Return every metric by (task, name); the dataset counts as a task."""
-        values = {} if self.data is None else {(DATA, name): value for name, value in self.data.metrics.items()}
+        """Return every metric by (task, name), and how many questions they are of; the dataset counts as a task."""
+        values: dict[tuple[str, str], float | None] = {}
+        if self.data is not None:
+            values = {(DATA, "questions"): self.data.num_answers, (DATA, "not asked"): self.data.num_skipped}
+            values |= {(DATA, name): value for name, value in self.data.metrics.items()}
         return values | {(task.task, name): value for task in self.tasks for name, value in task.metrics.items()}
 
 
@@ -71,8 +74,14 @@ def table(results: Sequence[ModelResult]) -> Table:
     table_of_results = Table("task", "metric", *_short([result.model for result in results]))
     for task, name in dict.fromkeys(key for values in rows for key in values):
         cells = [values.get((task, name)) for values in rows]
-        table_of_results.add_row(task, name, *["-" if x is None else f"{x:.4f}" for x in cells])
+        table_of_results.add_row(task, name, *[_cell(x) for x in cells])
     return table_of_results
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def _short(models: Iterable[str]) -> list[str]:

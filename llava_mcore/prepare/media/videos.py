@@ -16,7 +16,7 @@ from llava_mcore.prepare.media.images import inspect, read_image
 from llava_mcore.prepare.media.item_options import ClipOptions, clip_options
 from llava_mcore.prepare.media.references import VIDEO, cannot_open, resolve
 from llava_mcore.prepare.media.video_files import decode_video
-from llava_mcore.prepare.row_types import BadSample, Picture, Reason, VideoFrames
+from llava_mcore.prepare.row_types import FRAMES_FORM, BadSample, Picture, Reason, VideoFrames
 from llava_mcore.prepare.sampling import Sampling
 
 
@@ -75,8 +75,7 @@ def _opened(reference: Any, folder: Path) -> BinaryIO:
     if isinstance(source, bytes):
         return BytesIO(source)
     if source.suffix.lstrip(".").lower() in IMAGE_PARTS and source.suffix.lower() != ".gif":
-        advice = 'frames are listed per video, as a list of lists or {"frames": […]}'
-        raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {shortened(str(reference))}; {advice}")
+        raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {shortened(str(reference))}; {FRAMES_FORM}")
     try:
         return open_regular_file(source)
     except (OSError, ValueError, RefusedFileError) as error:

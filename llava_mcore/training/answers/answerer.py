@@ -64,12 +64,10 @@ class Answerer:
         require_known(settings, hf_dir)
         return settings.within(self.trainer.models[0].window)
 
-    def due(self, iteration: int) -> bool:
+    def due(self, iteration: int, *, is_last: bool) -> bool:
         """Return whether questions are asked after this iteration."""
         interval = self.config.eval_generate
-        return interval is not None and (
-            iteration % interval == 0 or iteration == self.trainer.run.training.num_iterations
-        )
+        return interval is not None and (iteration % interval == 0 or is_last)
 
     def run(self, iteration: int) -> AnswersResult:
         """Ask all questions once; the result on rank 0 has the examples.

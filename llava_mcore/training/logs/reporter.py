@@ -26,6 +26,7 @@ from llava_mcore.training.logs.metrics_file import (
     MetricsFile,
     named_values,
 )
+from llava_mcore.training.logs.pace import Pace
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
@@ -67,6 +68,7 @@ class Reporter:
         self.problem: str | None = None
         """Why metrics could not be written. The loop ends the run on all ranks then."""
         self.is_first = True
+        self.pace = Pace(run.training, is_packed=run.data.packing)
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.spikes: SpikeAlert | None = None
         if run.faults.alert_spike and self.file is not None:
@@ -105,6 +107,7 @@ class Reporter:
                 metrics.time_to_first_iteration_seconds,
                 ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in metrics.start_seconds.items()),
             )
+        self.pace.add(progress, seconds)
         # The file first: without it the run ends, while a sink is only a copy.
         self._write(self.file, metrics.record())
         if self.sinks is not None:
@@ -112,7 +115,8 @@ class Reporter:
         # The console, and a warning about an unusual loss.
         run = self.trainer.run
         if progress.iteration % run.logging.log_interval == 0:
-            logger.info(metrics.line(run.training.num_iterations, self.trainer.groups.world_size))
+            total, rest = self.pace.total(progress), self.pace.rest(progress)
+            logger.info(metrics.line(total, self.trainer.groups.world_size, rest))
         spike = self.spikes.check(progress.iteration, result.loss) if self.spikes is not None and result else None
         if spike is not None:
             logger.warning(spike)

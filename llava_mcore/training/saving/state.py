@@ -50,6 +50,11 @@ class TrainingProgress:
     failed_updates: int = 0
     """Iterations without an update, because loss or gradients were not finite or fp16's loss scaler skipped it."""
 
+    @property
+    def num_read(self) -> int:
+        """Samples that were read: conversations, skipped ones too."""
+        return self.consumed_conversations + self.skipped_conversations
+
 
 def resume(trainer: Trainer) -> tuple[TrainingProgress, Sequence[Any] | None]:
     """Load what `save_checkpoint` wrote into a trainer that has begun with its weights; a collective call.
@@ -108,6 +113,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         "--precision": (before.training.precision, run.training.precision),
         "--global-batch-size": (before.training.global_batch_size, run.training.global_batch_size),
         "--rampup-batch-size": (before.training.rampup_batch_size, run.training.rampup_batch_size),
+        "length in epochs": (before.training.train_epochs is not None, run.training.train_epochs is not None),
         "--lang": (before.data.lang, run.data.lang),
         "frozen parts": (before.model.frozen_parts(), run.model.frozen_parts()),
         "adapter": (_settings(before.adapter), _settings(run.adapter)),

@@ -119,6 +119,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--fp8-vision", "training.fp8_vision", True),
     ("--deterministic", "training.deterministic", True),
     ("--train-samples 900", "training.train_samples", 900),
+    ("--train-epochs 0.5", "training.train_epochs", 0.5),
     ("--rampup-batch-size 2,2,100", "training.rampup_batch_size", "2,2,100"),
     ("--lr-decay-style WSD", "optimizer.lr_decay_style", "WSD"),
     ("--lr-wsd-decay-style linear", "optimizer.lr_wsd_decay_style", "linear"),
@@ -218,7 +219,7 @@ def test_several_trainers_flags_at_once() -> None:
     message = message_of(lambda: parse_command_line(typed.split(), "run.py"))
     expected = [
         "--lr",
-        "--train-samples or --train-iters",
+        "--train-epochs",
         "--precision bf16",
         "--save-dir",
         "optimizer.weight_decay=X",

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "training.loss_scale": ("8", ["training.precision=fp16"]),
     "training.fp8_vision": ("true", ["training.fp8=true"]),
+    "training.epoch_samples": ("9", ["training.train_epochs=2"]),
     "training.fp8_recipe": ("blockwise", ["training.fp8=true"]),
     "training.fp8_format": ("e4m3", ["training.fp8=true"]),
     "training.fp8_maximum_over": ("tensor_parallel", ["training.fp8=true"]),

@@ -262,7 +262,7 @@ def test_a_pack_keeps_to_the_budget_of_frames(dataset: Path, assets: Assets) -> 
     tight = take(open_loader(dataset, assets, max_media_tokens=90, **options), 6)
     assert {skip.reason for batch in tight for skip in batch.skipped} == {
         "the sample has 100 20 ms frames of sound, but data.max_media_tokens is 90; raise data.max_media_tokens, or "
-        "choose --on-too-long drop or truncate"
+        "choose --on-too-long truncate"
     }
     with pytest.raises(ConfigError, match="the smallest sound has 2 20 ms frames of sound"):
         open_loader(dataset, assets, max_media_tokens=1)

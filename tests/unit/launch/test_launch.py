@@ -50,7 +50,7 @@ def test_an_installed_package_is_no_checkout(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=f"--sif-path needs a checkout .* is installed in {tmp_path}: clone"):
         rerun_in_container(tmp_path / "i.sif", ["x"])
     with pytest.raises(ConfigError, match="--submit needs a checkout"):
-        batch_file("a", LaunchConfig(), tmp_path, [], on_gpus=False)
+        batch_file("a", LaunchConfig(), tmp_path, [], on_gpus=False, cpus=1)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ BAD: dict[str, tuple[dict[str, Any], Reason, str]] = {
     "picture": (
         {"videos": ["f0.png"]},
         Reason.WRONG_TYPE,
-        "a video is the picture f0.png; frames",
+        r"a video is the picture f0.png; frames of one video are .*\[\[",
     ),
     "number": ({"videos": [3]}, Reason.WRONG_TYPE, "a video is int 3"),
     "none": ({"videos": [[]]}, Reason.NO_FRAMES, ""),
@@ -161,7 +161,11 @@ BAD: dict[str, tuple[dict[str, Any], Reason, str]] = {
     "frame": ({"videos": [["f0.png", "gone.png"]]}, Reason.IMAGE_MISSING, "gone.png"),
     "fps": ({"videos": [{"frames": FRAMES, "fps": -1}]}, Reason.KEY, "fps must be a number above 0"),
     "frames": ({"videos": [{"frames": "f0.png"}]}, Reason.WRONG_TYPE, "the frames of a video are 'f0.png'"),
-    "marks": ({"videos": [FRAMES, FRAMES]}, Reason.MARKS, "1 <video> in the text, but 2 videos"),
+    "marks": (
+        {"videos": [FRAMES, FRAMES]},
+        Reason.MARKS,
+        r"1 <video> in the text, but 2 videos; frames of one video are .*\[\[",
+    ),
     "no video": ({}, Reason.MARKS, "1 <video> in the text, but 0 videos"),
     "many": ({"videos": [["f0.png"] * 11]}, Reason.TOO_LARGE, "11 frames; the limit is 10"),
 }

@@ -106,3 +106,15 @@ def test_a_step_at_the_end_that_fails_is_one_line(caplog: pytest.LogCaptureFixtu
     ]
     with pytest.raises(TypeError):
         warn_on_failure("a step", raising(TypeError()))
+
+
+def test_libraries_stay_quiet_if_they_are_imported_later() -> None:
+    """transformers sets its own level at import; loader processes and commands have called this before."""
+    code = (
+        "import os; os.environ.pop('TRANSFORMERS_VERBOSITY', None)\n"
+        "from llava_mcore import log; log.quiet_libraries()\n"
+        "from transformers.utils import logging\n"
+        "logging.get_logger('transformers.models.qwen3_vl').warning_once('noise')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "noise" not in done.stdout + done.stderr

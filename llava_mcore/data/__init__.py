@@ -1,4 +1,4 @@
-"""What training reads. A sample goes from its shard to the loss like this (encode/… is data/encode/…):
+"""The data that training reads. A sample goes from its shard to the loss like this (encode/… is data/encode/…):
 
     +-------------------------------------------------------------+
     | shard: a tar with an index, on a disk or in an object store |

@@ -1,4 +1,4 @@
-"""Last lines of a run on the console: where its results are, or how to continue it."""
+"""Last lines of a run on the console: where its results are, or how it continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Last lines of a run: where its results are after its end, and how to continue it after a stop."""
+"""Last lines of a run: where its results are after its end, and how it continues after a stop."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ VARIANTS = [
     ("llava-onevision-7b/stage2-ov.yaml", "--packing --seq-length 16384"),
     ("qwen2.5-vl-7b/finetune.yaml", "--tp 2 --sequence-parallel"),
     ("qwen2.5-vl-7b/full.yaml", "--tp 2 --sequence-parallel"),
+    ("qwen2.5-vl-lora/lora.yaml", "--tp 2 --sequence-parallel"),
     (
         "lora-one-gpu/lora.yaml",
         "--lora-r 128 --lora-alpha 256 --lora-modules-to-save multi_modal_projector optimizer.projection_lr=2e-5",

@@ -60,7 +60,10 @@ KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, 
 ONE = (1, 1, 1)
 ONE_PROCESS = "rslora"
 """The kind that is LoRA but for a factor, which no layout divides: one layout is enough."""
-DROPPED: dict[str, dict[str, Any]] = {f"{x}-dropout": KINDS[x] | {"lora_dropout": RATE} for x in ("lora", "dora")}
+WITHOUT_DROPOUT = {f"{kind}-dropout": kind for kind in ("lora", "dora")}
+DROPPED: dict[str, dict[str, Any]] = {
+    name: KINDS[kind] | {"lora_dropout": RATE} for name, kind in WITHOUT_DROPOUT.items()
+}
 WIDE = "lora-wide"
 FROZEN = "frozen"
 """Has its own embedding and output layer, whose rows two ranks cannot divide without padding."""
@@ -173,7 +176,7 @@ def test_dropout_is_that_of_peft(results: Any, peft: Any, kind: str, layout: tup
     here, reference = results(layout)[kind], peft[kind]
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-6)
     assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
-    without = peft[kind.removesuffix("-dropout")]["loss"][: len(here["loss"])]
+    without = peft[WITHOUT_DROPOUT[kind]]["loss"][: len(here["loss"])]
     assert here["loss"] != pytest.approx(without, rel=1e-3)
 
 

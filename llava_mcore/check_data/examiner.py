@@ -123,6 +123,7 @@ class Examiner:
             return self._encoder.preencode_sample(data.cook(data.read(finding.index))).conversations
 
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
+        # The steps of training. A sample that one of them refuses is left out there too.
         raw = data.read(blank.index)
         self._key = raw["__key__"] if isinstance(raw, dict) else raw.__key__
         try:
@@ -137,6 +138,7 @@ class Examiner:
         except (*DATA_ERRORS, DataError) as error:
             self._skips(error, raw, None)
             return replace(blank, status="left out")
+        # What training would use, and what its author may not have meant.
         used = encoded.conversations
         return replace(
             blank,

@@ -41,19 +41,29 @@ TRAINER_NAMES = {
     "--bf16": "--precision bf16",
     "--epochs": "--train-epochs",
     "--freeze-vision": "model.freeze_vision_model=true, which is the default",
+    "--gpus-per-node": "--gpus",
     "--gradient-accumulation-steps": "--global-batch-size, the samples of one optimizer step",
     "--learning-rate": "--lr",
     "--logging-steps": "--log-interval",
     "--max-steps": "--train-iters",
     "--model-name-or-path": "--megatron-load-dir, a folder that import-hf writes",
+    "--nnodes": "--node",
+    "--nodes": "--node",
+    "--nproc-per-node": "--gpus",
+    "--num-gpus": "--gpus",
+    "--num-nodes": "--node",
     "--num-train-epochs": "--train-epochs",
     "--output-dir": "--save-dir",
     "--per-device-train-batch-size": "--micro-batch-size",
+    "--pipeline-model-parallel-size": "--pp",
+    "--pipeline-parallel-size": "--pp",
     "--save-steps": "--save-interval",
+    "--tensor-model-parallel-size": "--tp",
+    "--tensor-parallel-size": "--tp",
     "--warmup-ratio": "optimizer.lr_warmup_fraction=X",
     "--weight-decay": "optimizer.weight_decay=X",
 }
-"""Flags of Hugging Face trainers -> what to write instead. Underscores count as dashes."""
+"""Flags of other trainers, torchrun and SLURM -> what to write instead. Underscores count as dashes."""
 
 
 @dataclass(frozen=True)

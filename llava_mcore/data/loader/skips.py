@@ -49,12 +49,6 @@ class Skips:
         return collected
 
 
-def raise_data_error(error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-    """Energon's error handler if no sample may be skipped: raise DataError with the sample's location and the
-    reason."""
-    raise DataError(str(Skip(origin_of(sources or []), reason_of(error)))) from error
-
-
 def reason_of(error: Exception) -> str:
     """Return the message of an error, or of its cause, because energon's own wrappers have no message."""
     if not str(error) and error.__cause__ is not None:

@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """A sample of a dataset in one of the passes over it."""
 
     pass_index: int
-    index: int
+    sample: int
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -6,16 +6,23 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from llava_mcore.errors import DataError, problems
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    iterations: float = 0
+    tokens: float = 0
+    """Of all global batches, with those of media, without padding."""
 
 
 class WeightPoint(NamedTuple):
     """A dataset's weight at a time; between two points it changes linearly, outside of them it stays."""
 
     at: float
-    """Iterations, or tokens."""
     weight: float
 
 
@@ -24,14 +31,16 @@ class Schedule:
     """A weight over time."""
 
     points: tuple[WeightPoint, ...]
+    unit: Literal["iterations", "tokens"] = "iterations"
 
     @classmethod
     def constant(cls, weight: float) -> Schedule:
         """Return a weight that stays the same."""
         return cls((WeightPoint(0, weight),))
 
-    def at(self, time: float) -> float:
+    def at(self, progress: Progress) -> float:
         """Return the weight at a time."""
+        time = progress.iterations if self.unit == "iterations" else progress.tokens
         index = bisect.bisect_right(self.points, time, key=lambda point: point.at)
         if index == 0:
             return self.points[0].weight

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llava_mcore.data.order.dataset_order import DatasetOrder, seed_of
-from llava_mcore.data.order.mixture import Share, next_dataset
+from llava_mcore.data.order.mixture import Progress, Share, next_dataset
+
+START = Progress()
 
 
 class Choice(NamedTuple):
@@ -16,8 +18,8 @@ class Choice(NamedTuple):
     dataset: int
     """Index in the blend."""
     pass_index: int
-    index: int
-    """Of the sample in its dataset."""
+    sample: int
+    """Its number in the dataset."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,16 @@ class StreamOrder:
         # Streams start at different points of the round, so that a step mixes datasets.
         self.credits = [seed_of(mixture.seed, stream, n) / 2**64 if count > 1 else 0.0 for n in range(count)]
 
-    def next(self, time: float = 0) -> Choice | None:
+    def next(self, progress: Progress = START) -> Choice | None:
         """Return the next sample; None if every dataset has had as many passes as it may.
 
         Args:
-            time: point of the weight schedules.
+            progress: for the schedules of weights.
         """
         streams = self._mixture.num_streams
         positions = [self._stream + streams * count for count in self.counts]
         weights = [
-            share.schedule.at(time) if share.most_samples is None or position < share.most_samples else 0.0
+            share.schedule.at(progress) if share.most_samples is None or position < share.most_samples else 0.0
             for share, position in zip(self._mixture.shares, positions, strict=True)
         ]
         if not any(weights):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava_mcore.data.order.dataset_order import BLOCK, DatasetOrder, seed_of, shuffled
-from llava_mcore.data.order.mixture import Schedule, Share, WeightPoint, check_shares
+from llava_mcore.data.order.mixture import Progress, Schedule, Share, WeightPoint, check_shares
 from llava_mcore.data.order.stream_order import Choice, Mixture, StreamOrder
 from llava_mcore.errors import DataError
 
@@ -27,14 +27,14 @@ def test_a_pass_reads_every_sample_once(size: int, window: int, seed: int) -> No
     for number in (0, 1, 7):
         places = [order.at(number * size + n) for n in range(size)]
         assert {place.pass_index for place in places} == {number}
-        assert sorted(place.index for place in places) == list(range(size))
+        assert sorted(place.sample for place in places) == list(range(size))
         if window <= 1:
-            assert [place.index for place in places] == list(range(size))
+            assert [place.sample for place in places] == list(range(size))
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
     orders = {
-        tuple(DatasetOrder(1000, window, seed).at(start + n).index for n in range(1000))
+        tuple(DatasetOrder(1000, window, seed).at(start + n).sample for n in range(1000))
         for window in (128, 2000)
         for seed in (1, 2)
         for start in (0, 1000)
@@ -51,10 +51,10 @@ def test_the_order_is_fixed_for_good() -> None:
 
 def test_sorted_data_is_mixed_and_a_window_comes_from_few_places() -> None:
     order = DatasetOrder(64_000, 1280, 3)
-    first = np.array([order.at(n).index for n in range(1280)])
+    first = np.array([order.at(n).sample for n in range(1280)])
     assert len(set(first // BLOCK)) == 1280 // BLOCK
     halves = [
-        np.mean(np.array([order.at(n).index for n in range(k, k + 1280)]) < 32_000) for k in range(0, 64_000, 1280)
+        np.mean(np.array([order.at(n).sample for n in range(k, k + 1280)]) < 32_000) for k in range(0, 64_000, 1280)
     ]
     assert 0.4 < np.mean(halves) < 0.6
     assert np.std(halves) < 0.2
@@ -122,19 +122,22 @@ def test_a_position_continues_exactly(num_draws: int, stream: int) -> None:
     mixture = Mixture.of(shares, window=20, num_streams=4, seed=2)
     unbroken = StreamOrder(mixture, stream)
     for n in range(num_draws):
-        unbroken.next(n)
+        unbroken.next(Progress(n))
     resumed = StreamOrder(mixture, stream)
     resumed.restore(unbroken.position())
-    assert [resumed.next(num_draws + n) for n in range(100)] == [unbroken.next(num_draws + n) for n in range(100)]
+    later = [Progress(num_draws + n) for n in range(100)]
+    assert [resumed.next(progress) for progress in later] == [unbroken.next(progress) for progress in later]
 
 
 def test_weights_follow_their_schedule() -> None:
     points = (WeightPoint(0, 1), WeightPoint(100, 0), WeightPoint(200, 0))
     schedule = Schedule(points)
-    assert [schedule.at(t) for t in (-5, 0, 25, 100, 150, 900)] == [1, 1, 0.75, 0, 0, 0]
+    assert [schedule.at(Progress(t)) for t in (-5, 0, 25, 100, 150, 900)] == [1, 1, 0.75, 0, 0, 0]
+    by_tokens = Schedule(points, "tokens")
+    assert [by_tokens.at(Progress(100, t)) for t in (0, 25, 100)] == [1, 0.75, 0]
     shares = [Share("easy", 50, schedule), Share("hard", 50, Schedule((WeightPoint(0, 0), WeightPoint(100, 1))))]
     stream = StreamOrder(Mixture.of(shares, window=10, num_streams=1, seed=1), 0)
-    datasets = [choice.dataset for n in range(200) if (choice := stream.next(n))]
+    datasets = [choice.dataset for n in range(200) if (choice := stream.next(Progress(n)))]
     assert np.isclose(np.mean(datasets[:100]), 0.5, atol=0.02)
     assert np.mean(datasets[:20]) < 0.15
     assert set(datasets[100:]) == {1}
@@ -144,7 +147,7 @@ def test_weights_follow_their_schedule() -> None:
 def test_a_dataset_is_left_out_after_its_passes(num_streams: int) -> None:
     shares = [Share("a", 20, Schedule.constant(1), most_passes=2), Share("b", 1000, Schedule.constant(1))]
     streams = drawn(Mixture.of(shares, window=10, num_streams=num_streams, seed=1), 600)
-    counts = collections.Counter(choice.index for stream in streams for choice in stream if choice.dataset == 0)
+    counts = collections.Counter(choice.sample for stream in streams for choice in stream if choice.dataset == 0)
     assert counts == dict.fromkeys(range(20), 2)
     shares = [
         Share("a", 20, Schedule.constant(1), most_passes=1.5),
@@ -166,8 +169,8 @@ def test_every_sample_is_seen_equally_often() -> None:
             while left[n] < capacity:
                 choice = stream.next()
                 assert choice is not None
-                counts[choice.index] += 1
-                left[n] += short if choice.index < 1600 else long
+                counts[choice.sample] += 1
+                left[n] += short if choice.sample < 1600 else long
             left[n] -= capacity
     # Chi-square of equal frequencies: below its mean (3,199), because passes are exact.
     expected = counts.mean()

@@ -1,0 +1,156 @@
+"""Reads samples by their numbers and tokenizes them; one that cannot be used is skipped and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron.energon import SkipSample
+from megatron.energon.source_info import SourceInfo
+
+from llava_mcore.data.encode.augment import PictureKey
+from llava_mcore.data.loader.datasets import Dataset
+from llava_mcore.data.loader.skips import DATA_ERRORS, Skips
+from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
+from llava_mcore.data.order.stream_order import Choice
+from llava_mcore.data.samples import EncodedSample, TokenConversation, TokenSample
+from llava_mcore.data.storage.remote import storage_message
+from llava_mcore.errors import DataError, problems
+
+MOST_IN_A_ROW = 100
+"""Unusable samples in a row that end the reading of endless data: more would probably follow for ever."""
+SHOWN_SKIPS = 10
+PROGRAM_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+"""Errors that say nothing about the data. They end the run, and the message names the sample."""
+SAMPLE_ERRORS = (*DATA_ERRORS, *PROGRAM_FAULTS, DataError)
+
+
+class KeptSamples:
+    """Tokenized samples that wait for their pack, up to a number of bytes; the rest are read again when needed."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._samples: dict[Choice, TokenSample] = {}
+
+    def put(self, choice: Choice, sample: TokenSample) -> None:
+        """Keep a sample if there is room for it."""
+        size = sample.num_bytes
+        if choice not in self._samples and self.num_bytes + size <= self.max_bytes:
+            self._samples[choice] = sample
+            self.num_bytes += size
+
+    def take(self, choice: Choice) -> TokenSample | None:
+        """Return a sample and forget it; None if it was not kept."""
+        sample = self._samples.pop(choice, None)
+        if sample is not None:
+            self.num_bytes -= sample.num_bytes
+        return sample
+
+
+class SampleReader:
+    """The samples of all datasets of a data path."""
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        encoder: ChatTaskEncoder,
+        *,
+        name: str,
+        max_kept_bytes: int,
+        most_in_a_row: int | None = MOST_IN_A_ROW,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            name: of the data, for messages.
+            max_kept_bytes: samples that wait for their pack take at most this memory in a process.
+            most_in_a_row: unusable samples in a row after which reading ends; None: any number.
+        """
+        self.datasets, self.encoder = datasets, encoder
+        self._name = name
+        self._kept = KeptSamples(max_kept_bytes)
+        self._most_in_a_row = most_in_a_row
+
+    @property
+    def skips(self) -> Skips:
+        """What was skipped since it was asked for."""
+        return self.encoder.skips
+
+    def measure(self, choice: Choice) -> TokenSample | None:
+        """Return a tokenized sample, and keep it for `tokens` if there is room; None if it was skipped."""
+        sample = self.tokens(choice)
+        if sample is not None:
+            self._kept.put(choice, sample)
+        return sample
+
+    def tokens(self, choice: Choice) -> TokenSample | None:
+        """Return a tokenized sample; None if it was skipped.
+
+        Raises:
+            DataError: it must not be skipped (data.on_too_long), or the storage fails for good.
+        """
+        kept = self._kept.take(choice)
+        if kept is not None:
+            return kept
+        dataset = self.datasets[choice.dataset]
+        index = dataset.shards[0].first + choice.sample
+        try:
+            parts = dataset.raw(index)
+        except RuntimeError as error:
+            message = storage_message(error)
+            if message is None:
+                raise
+            raise DataError(f"{self._name} cannot be read: {message}") from error
+        if parts is None:
+            return None
+        try:
+            sample = self.encoder.preencode_sample(dataset.chat(dataset.decode(parts)))
+        except SAMPLE_ERRORS as error:
+            self._skip(error, parts, [])
+            return None
+        return self._augmented(choice, sample)
+
+    def encode(self, sample: TokenSample) -> EncodedSample | None:
+        """Decode the media of a sample or pack; None if none of its conversations can be used."""
+        try:
+            return self.encoder.postencode_sample(sample)
+        except SkipSample:
+            return None
+        except SAMPLE_ERRORS as error:
+            self._skip(error, sample, list(sample.__sources__ or ()))
+            return None
+
+    def _skip(self, error: Exception, sample: Any, sources: list[SourceInfo]) -> None:
+        message = storage_message(error)
+        if message is not None:
+            raise DataError(f"{self._name} cannot be read: {message}") from error
+        self.skips(error, sample, sources)
+
+    def _augmented(self, choice: Choice, sample: TokenSample) -> TokenSample:
+        """Return the sample with the draws of its pictures and videos fixed; they are decoded much later."""
+        augmentation = self.encoder.augmentation
+        if augmentation is None:
+            return sample
+
+        def with_draws(conversation: TokenConversation) -> TokenConversation:
+            where = (self.encoder.seed, choice.dataset, conversation.key, choice.pass_index)
+            media = [
+                replace(item, augment=partial(augmentation, key=PictureKey(*where, index)))
+                for index, item in enumerate(conversation.media)
+            ]
+            return replace(conversation, media=tuple(media))
+
+        return replace(sample, conversations=[with_draws(x) for x in sample.conversations])
+
+    def check_progress(self, num_in_a_row: int) -> None:
+        """Raise DataError if so many samples in a row cannot be used that no more should be tried."""
+        if self._most_in_a_row is None or num_in_a_row < self._most_in_a_row:
+            return
+        skips = self.skips.take()
+        if not skips and num_in_a_row < sum(dataset.num_samples for dataset in self.datasets):
+            return  # split.yaml excludes them
+        last = [str(skip) for skip in skips[-SHOWN_SKIPS:]] or ["split.yaml excludes all samples"]
+        raise DataError(problems(f"{num_in_a_row} samples in a row cannot be used; the last ones", last))

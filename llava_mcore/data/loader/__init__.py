@@ -1,8 +1,8 @@
 """From stored samples to the batches of a step.
 
-    order/ --> sample_reader: read, cook, tokenize --> stream: packs of seq_length tokens --> task_encoder: pixels, collate
-                                                       each stream has a position of its own
-    loader process (delivery) or this one (source): batches of its streams --> train_loader: the order of streams (turns)
+    order/ --> sample_reader: read, cook, tokenize --> stream: packs of seq_length tokens
+           --> task_encoder: pixels, collate --> delivery: from a loader process to this one (source)
+           --> train_loader: batches of all streams in their order (turns)
 
 `validation_data` reads every sample once instead.
 """

@@ -101,7 +101,10 @@ class Dataset:
 
     def decode(self, parts: RawSampleData) -> Any:
         """Return a sample of energon's types, with its texts decoded; DATA_ERRORS or DataError if it is broken."""
-        return self.source.map_fn(parts)
+        try:
+            return self.source.map_fn(parts)
+        except RecursionError as error:
+            raise DataError(f"its json is nested too deeply: {error}") from error
 
     def chat(self, decoded: Any) -> ChatSample:
         """Return the conversations of a decoded sample, with media still encoded. Errors as of `decode`."""

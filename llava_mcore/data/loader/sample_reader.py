@@ -12,19 +12,21 @@ from megatron.energon.source_info import SourceInfo
 
 from llava_mcore.data.encode.augment import PictureKey
 from llava_mcore.data.loader.datasets import Dataset
-from llava_mcore.data.loader.skips import DATA_ERRORS, Skips
+from llava_mcore.data.loader.skips import DATA_ERRORS, MEMORY_ADVICE, Skips, origin_of, sources_of
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.order.stream_order import Choice
 from llava_mcore.data.samples import EncodedSample, TokenConversation, TokenSample
 from llava_mcore.data.storage.remote import storage_message
-from llava_mcore.errors import DataError, problems
+from llava_mcore.errors import DataError, LlavaMcoreError, problems
 
 MOST_IN_A_ROW = 100
 """Unusable samples in a row that end the reading of endless data: more would probably follow for ever."""
 SHOWN_SKIPS = 10
 PROGRAM_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 """Errors that say nothing about the data. They end the run, and the message names the sample."""
-SAMPLE_ERRORS = (*DATA_ERRORS, *PROGRAM_FAULTS, DataError)
+SYSTEM_FAULTS = (ImportError, MemoryError, RecursionError)
+"""Errors of the system. They end the run too, with advice."""
+SAMPLE_ERRORS = (*DATA_ERRORS, *PROGRAM_FAULTS, *SYSTEM_FAULTS, LlavaMcoreError)
 
 
 class KeptSamples:
@@ -127,6 +129,11 @@ class SampleReader:
         message = storage_message(error)
         if message is not None:
             raise DataError(f"{self._name} cannot be read: {message}") from error
+        if isinstance(error, SYSTEM_FAULTS):
+            hint = f"; {MEMORY_ADVICE}" if isinstance(error, MemoryError) else ""
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            where = origin_of(sources_of(sample, sources))
+            raise DataError(f"{self._name} cannot be read: {reason}{hint}. {where}") from error
         self.skips(error, sample, sources)
 
     def _augmented(self, choice: Choice, sample: TokenSample) -> TokenSample:

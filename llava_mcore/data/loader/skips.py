@@ -12,6 +12,10 @@ from llava_mcore.data.encode.encode import TooLongError
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
 
+MEMORY_ADVICE = (
+    "if memory ran out, lower data.num_workers, data.max_waiting_bytes or data.packing_buffer_size, or let large "
+    "pictures be skipped (data.max_picture_pixels)"
+)
 DATA_ERRORS = (OSError, ValueError, KeyError, RecursionError, tarfile.TarError)
 """Errors that energon and its libraries raise for bad data. Anything else is a bug."""
 
@@ -30,9 +34,7 @@ class Skips:
         Args:
             sample: the input of the failing step: raw parts, a sample, or a list of samples.
         """
-        if isinstance(sample, RawSampleData):
-            sources = [s for part in sample.data if part is not None for s in part["__sources__"]]
-        skip = Skip(origin_of(sources or []), reason_of(error))
+        skip = Skip(origin_of(sources_of(sample, sources or [])), reason_of(error))
         if not isinstance(error, (*DATA_ERRORS, DataError)) and not isinstance(error.__cause__, DATA_ERRORS):
             raise DataError(str(skip)) from error
         if self.stop_if_too_long and isinstance(error, TooLongError):
@@ -47,6 +49,13 @@ class Skips:
         """Return what was collected and clear it."""
         collected, self._collected = self._collected, []
         return collected
+
+
+def sources_of(sample: Any, sources: list[SourceInfo]) -> list[SourceInfo]:
+    """Return the sources of raw parts; those that are given for anything else."""
+    if isinstance(sample, RawSampleData):
+        return [source for part in sample.data if part is not None for source in part["__sources__"]]
+    return sources
 
 
 def reason_of(error: Exception) -> str:

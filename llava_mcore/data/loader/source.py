@@ -16,15 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from llava_mcore.compat.torch import end_loader_processes
 from llava_mcore.data.loader.delivery import Delivery
 from llava_mcore.data.loader.loader_process import leave_out_of_collections, loader_process_init
+from llava_mcore.data.loader.skips import MEMORY_ADVICE
 from llava_mcore.data.storage.remote import storage_message
 from llava_mcore.errors import DataError
 
 MIN_PREFETCH = 2
 """Minimum number of deliveries that a loader process prepares in advance."""
-MEMORY_ADVICE = (
-    "if memory ran out, lower data.num_workers, data.max_waiting_bytes or data.packing_buffer_size, or let large "
-    "pictures be skipped (data.max_picture_pixels)"
-)
 WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
 
 

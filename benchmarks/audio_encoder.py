@@ -29,14 +29,14 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from benchmarks.record import show, write_record
 from benchmarks.shapes import SHAPES, SOUND_SECONDS, make_hf_folder
-from llava_mcore.media.audio_lengths import ROWS_BEFORE, ClipLengths
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
+from llava_mcore.media.clip_plan import ROWS_BEFORE, ClipLengths
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.parallel.groups import initialize
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.names import FUSED_NORMS
 
 OURS, THEIRS = "packed (ours)", "padded (Hugging Face)"
 FRAMES_PER_SECOND = 100

@@ -38,8 +38,8 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from llava_mcore.cli.shared_flags import default_workers
-from llava_mcore.files.safetensors_writer import plan_file, write_tensors
-from llava_mcore.files.weight_files import write_index
+from llava_mcore.files.hf_files import write_index
+from llava_mcore.files.hf_folder import plan_file, write_tensors
 
 TEXTS = {
     "0.1B": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,

@@ -11,8 +11,8 @@ from megatron.energon import Sample, SavableDataset, SkipSample, WorkerConfig, g
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.loader.best_fit import best_fit
-from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.loader.packing import best_fit
+from llava_mcore.data.loader.sample_problems import Skips
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import EncodedSample, TokenSample
 

@@ -25,8 +25,7 @@ from llava_mcore.inference.generation.generate import generate, most_probable
 from llava_mcore.inference.generation.prompt import Prompt
 from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings
 from llava_mcore.inference.generation.stages import CachedModel
-from llava_mcore.media.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
 from llava_mcore.models.configs import ModelOptions

@@ -32,7 +32,7 @@ from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.media.batch_fields import PIXEL_VALUES, Field
 from llava_mcore.parallel.batch import longest, pad_to
-from llava_mcore.training.batch_counts import count
+from llava_mcore.training.fetch import count
 
 LOADERS = 4
 """Loader processes of a rank, as of our own runs; on a CPU none."""

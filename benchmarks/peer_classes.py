@@ -20,9 +20,8 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Batch
-from llava_mcore.media.batch_fields import MEDIA_SEQLENS, PIXEL_SCALE, PIXEL_VALUES, Field
+from llava_mcore.media.batch_fields import MEDIA_SEQLENS, PIXEL_SCALE, PIXEL_VALUES, Field, normalize
 from llava_mcore.media.media import MediaPlan, MediaTokens, Size
-from llava_mcore.media.pixels import normalize
 
 IMAGE_SIZES, IMAGE_GRID = "image_sizes", "image_grid_thw"
 """Fields of a micro-batch's media: heights and widths [pictures, 2], and patches in time, height and width

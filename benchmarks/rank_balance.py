@@ -24,7 +24,7 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
-from llava_mcore.training.batch_counts import StepCounts, count
+from llava_mcore.training.fetch import StepCounts, count
 
 
 def main() -> None:

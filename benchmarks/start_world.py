@@ -26,10 +26,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (register
 from llava_mcore.data.loader.turns import states_to_read
 from llava_mcore.data.samples import Batch
 from llava_mcore.files.torch_files import load_tensors
-from llava_mcore.media.batch_fields import PICTURE_FIELDS
+from llava_mcore.media.batch_fields import IMAGE_FIELDS
 from llava_mcore.parallel.groups import Groups, initialize, wait_for_all
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving import state
 from llava_mcore.training.saving.state import LOADER_FOLDER, loader_file
 
@@ -81,7 +80,7 @@ def host(folder: Path, tp: int, pp: int, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         wait_for_all(groups)
         start = time.perf_counter()
-        fetch_step(groups, loader, 1, SkipBudget(0.0), PICTURE_FIELDS, (False, False, False))
+        fetch_step(groups, loader, 1, SkipBudget(0.0), IMAGE_FIELDS, (False, False, False))
         seconds.append(time.perf_counter() - start)
     result = {
         "seconds to connect": connected - begin,
@@ -101,7 +100,7 @@ class EmptyBatches:
     def __next__(self) -> Batch:
         media = {
             name: torch.empty([0, *(n or 0 for n in field.item_shape)], dtype=field.dtypes[0])
-            for name, field in PICTURE_FIELDS.items()
+            for name, field in IMAGE_FIELDS.items()
         }
         ids = torch.ones(1, 8, dtype=torch.int64)
         keys = {"sample_keys": ["empty"], "num_tokens": 8}

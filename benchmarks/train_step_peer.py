@@ -16,7 +16,7 @@ from benchmarks.peer_model import Reshard
 from benchmarks.runs import run_command
 from benchmarks.train_step_rows import Entry
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
-from llava_mcore.training.batch_counts import StepCounts
+from llava_mcore.training.fetch import StepCounts
 
 ENVIRONMENT = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",

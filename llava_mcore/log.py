@@ -1,4 +1,4 @@
-"""Logging to the console: INFO on rank 0, warnings of every rank with its number."""
+"""Logging to the console: INFO on rank 0, warnings of every rank with its number; failures that only warn."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import TextIO
 
-from llava_mcore.errors import os_error_text
+from llava_mcore.errors import LlavaMcoreError, os_error_text
+
+logger = logging.getLogger(__name__)
 
 _NOISE = (
     "megatron.core",
@@ -49,7 +52,7 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     call."""
     if isinstance(failed.exc_value, OSError):
         name = failed.thread.name if failed.thread is not None else "a thread"
-        logging.getLogger(__name__).warning("%s: %s", name, os_error_text(failed.exc_value))
+        logger.warning("%s: %s", name, os_error_text(failed.exc_value))
     else:
         traceback.print_exception(failed.exc_value)
 
@@ -73,7 +76,30 @@ def prepare_streams() -> None:
 
 
 def quiet_libraries() -> None:
-    """Let libraries log errors only: on a CPU they print a page of warnings about missing packages."""
+    """Let libraries log errors only: on a CPU they print a page of warnings about missing packages.
+
+    transformers sets its own level when it is imported, which may be later: it reads the environment. Processes that
+    this one starts inherit that.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in _NOISE:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+
+
+def warn_on_failure(step: str, action: Callable[[], object]) -> None:
+    """Do something that a run can do without; a failure is logged as a warning on one line.
+
+    Later steps still run, and the error that ended the run, if any, stays the one that is reported. Caught are failures
+    of files, servers and libraries. Programming errors, such as a TypeError, are raised as usual.
+    """
+    try:
+        action()
+    except OSError as error:
+        _warn(step, os_error_text(error))
+    except (LlavaMcoreError, RuntimeError, ValueError) as error:  # torch raises RuntimeError for a full disk
+        _warn(step, str(error) or type(error).__name__)
+
+
+def _warn(step: str, problem: str) -> None:
+    logger.warning("%s: %s", step, " ".join(problem.split()))

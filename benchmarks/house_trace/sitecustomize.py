@@ -2,12 +2,13 @@
 
 Three ways are told apart:
 
-- `stacks`: files on the call stack where a process starts the next one, and where the loss is computed;
+- `stacks`: files on the call stack where a process starts the next one of ours, and where the loss is computed;
 - `step`: files with a function that runs between fetching the second step's batch and its loss;
 - `import`: files with a function that runs while an import reads, transforms and writes weights.
 """
 
 import atexit
+import inspect
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import threading
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 PACKAGE = os.environ["HOUSE_PACKAGE"] + os.sep
 KIND = os.environ["HOUSE_KIND"]
@@ -41,7 +43,8 @@ def started(code: CodeType, offset: int) -> object:
     path, name = code.co_filename, code.co_name
     if not path.startswith(PACKAGE):
         return sys.monitoring.DISABLE
-    if name == "<module>":
+    # Bodies of modules and classes, and type parameters, run when a file is imported.
+    if not code.co_flags & inspect.CO_OPTIMIZED or name.startswith("<generic"):
         return None
     part = path.removeprefix(PACKAGE).split(os.sep)[0]
     if KIND == "import":
@@ -57,9 +60,12 @@ def started(code: CodeType, offset: int) -> object:
     return None
 
 
-def start_process(*args: object, **kwargs: object) -> None:
-    """Note who starts a process, then start it."""
-    if KIND == "train" and threading.current_thread() is threading.main_thread():
+def start_process(*args: Any, **kwargs: Any) -> None:
+    """Note who starts a process of Python, then start it. Others are the libraries': megatron-core runs git when it is
+    imported."""
+    command = kwargs["args"] if "args" in kwargs else args[1]
+    is_python = [*command][:1] == [sys.executable]
+    if KIND == "train" and is_python and threading.current_thread() is threading.main_thread():
         notes["stacks"] |= stack(sys._getframe(1))
     _start_process(*args, **kwargs)
 

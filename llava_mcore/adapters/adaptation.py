@@ -68,6 +68,7 @@ def adapter_setup_of(
         ConfigError, ConversionError, CheckpointError: names that the model does not have, an adapter of another model,
         or weights other than those that it was trained on.
     """
+    # Without an adapter: only a model can be trained.
     stored = checkpoint is not None and holds_adapters(checkpoint)
     if not adapter.is_on:
         if stored:
@@ -77,11 +78,13 @@ def adapter_setup_of(
             )
         return None
     assert checkpoint is not None, "the rules refuse an adapter on random weights"
+    # A resume: the adapters are those that the checkpoint describes.
     layers = model_layers(hf)
     if stored:
         _check_settings(adapter, checkpoint)
         base = base_of(checkpoint, load)
         return _adaptation(read_plans(checkpoint, layers), layers, base, {}, checkpoint)
+    # A new run: the trained adapter comes first, from the flags or a PEFT folder, then the frozen ones.
     folders = {folder.name: folder for folder in adapter.frozen}
     if adapter.load is None:
         first = plan_from_config(adapter, layers)

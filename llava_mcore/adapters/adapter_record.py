@@ -14,7 +14,7 @@ from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.identity import is_of_import, weights_identity
 from llava_mcore.checkpoint.layout import is_iteration, iteration_folder, newest_iteration
 from llava_mcore.errors import CheckpointError, ConfigError
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 
 FILE = "adapters.json"
 _FORMAT = 1

@@ -88,10 +88,12 @@ def _new_adapter(
     memory: SharedMatrices,
 ) -> LinearAdapter:
     """Add one adapter's factors on a layer to the model."""
+    # The layer in blocks of rows, each of one Hugging Face layer; DoRA starts from the norms of their rows.
     weight = _matrix(module)
     layout, members = linear.blocks(division.tp_size)
     norms = layout.to_hf(_row_norms(weight, division)) if plan.dora else ()
     rows = [x.shape[0] for x in layout.to_hf(torch.empty(weight.shape[0], 1, device="meta"))]
+    # Factors of each adapted Hugging Face layer, registered in the part of the model that it belongs to.
     factors_by_member: dict[int, Factors] = {}
     for index, member in enumerate(linear.members):
         if member.name not in plan.lora_ranks:
@@ -99,11 +101,11 @@ def _new_adapter(
         own_blocks = [i for i, owner in enumerate(members) if owner == index]
         factors_by_member[index] = factors = new_factors(
             weight,
-            plan.lora_ranks[member.name],
-            member.inputs,
+            plan,
+            member,
             [rows[i] for i in own_blocks],
             division,
-            seed=f"{seed} {plan.name} {member.part} {member.key}",
+            seed=seed,
             magnitudes=[norms[i] for i in own_blocks] if plan.dora else (),
         )
         factors.requires_grad_(plan.is_trained)
@@ -132,6 +134,7 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessA
         activation: what the layer reads is made by it again in the backward pass, from what it keeps itself; the frozen
             layer keeps nothing.
     """
+    # Where the input is an activation, only what it is computed from is kept for the backward pass.
     vars(module)[_ATTACHED] = tuple(adapters)
     activated: list[Tensor] = []
     if activation is not None:
@@ -145,6 +148,7 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessA
             output = adapter(*inputs, training=module.training, remake=remake)
         return output
 
+    # Where the hook goes, and what the matrix multiplies, depends on a norm that the layer has inside.
     if isinstance(module, NormedRowParallelLinear):
         _hook_before_norm(module, change)
         return

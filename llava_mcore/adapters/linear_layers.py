@@ -110,6 +110,7 @@ class ModelLayers:
 
 def model_layers(hf: PretrainedConfig) -> ModelLayers:
     """Return the layers of a model. transformers' own is built without memory, for its names."""
+    # transformers' model has the names that PEFT sees, the table those in files; adapters may use any style.
     architecture = architecture_of(hf)
     model = model_without_weights(architecture.model_class, hf)
     state = model.state_dict()
@@ -118,6 +119,7 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
     styles = [_entries(hf, style) for style in architecture.names.styles]
     modules = {name: module for name, module in model.named_modules() if name}
     sizes = {name: (x.in_features, x.out_features) for name, x in modules.items() if isinstance(x, nn.Linear)}
+    # Every matrix of the table that is made of whole nn.Linear modules can be adapted.
     linears = []
     for name, entry in here.items():
         if not _may_be_linear(entry):
@@ -138,6 +140,7 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
             for i, hf_name in enumerate(hf_modules)
         )
         linears.append(MegatronLinear(linear, entry, members))
+    # All parameters, for those that are trained in full.
     parameters = tuple(
         HfParameter(
             x,

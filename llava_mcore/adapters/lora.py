@@ -119,6 +119,7 @@ class LinearAdapter:
             weight: returns the layer's matrix [o, h].
             remake: returns x again in the backward pass, so that it need not be kept.
         """
+        # A x. With DoRA and dropout the frozen matrix multiplies the dropped x too.
         base: Tensor | None = None
         if self.dora and self.dropout and training:
             a, base = self._dropped_products(x, weight)
@@ -127,17 +128,20 @@ class LinearAdapter:
         # Each tensor-parallel rank holds a partial sum of A x (row-parallel) or A x of its own tokens (sequence
         # parallelism).
         a = self._summed(a) if self.division.is_row_parallel else self._all_tokens(a)
+        # Usual case: B A x of all members is added to the output at once.
         if not (self.dora or self.division.gathers):
             of_blocks = self._by_block([one.lora_B for one in self.factors.values()])
             B = [x for _, _, x in of_blocks if x is not None]
             result: Tensor = AddUp.apply(output, a, self._matrix, self._common_scaling, *B)
             return result
+        # Otherwise B A x is needed by itself: to be gathered, or scaled.
         all_B = self.all_B()
         added = F.linear(a, all_B)
         if self.division.gathers:
             added = tensor_parallel.gather_from_tensor_model_parallel_region(added)
         if not self.dora:
             return output + added
+        # DoRA rescales the rows of the sum; the bias is not scaled.
         scale = self._scale(weight(), all_B)
         if base is None:
             base = output if bias is None else output - bias

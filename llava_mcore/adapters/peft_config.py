@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.peft_tensors import LORA_A, WEIGHTS, misfits, names_in_folder, open_weights
-from llava_mcore.adapters.targets import LoraSettings
+from llava_mcore.adapters.targets import LoraSettings, most_common
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def peft_config(
     plan: LoraSettings, layers: ModelLayers, base: str | None, model_class: type[PreTrainedModel]
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json."""
-    lora_rank, alpha = _most_common(plan.lora_ranks.values()), _most_common(plan.alphas.values())
+    alpha = most_common(plan.alphas.values())
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -166,11 +166,11 @@ def peft_config(
         "auto_mapping": {"base_model_class": model_class.__name__, "parent_library": model_class.__module__},
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": lora_rank,
+        "r": plan.usual_lora_rank,
         "lora_alpha": _as_integer(alpha),
         "lora_dropout": plan.dropout,
         "target_modules": target_modules(plan, layers),
-        "rank_pattern": {name: r for name, r in plan.lora_ranks.items() if r != lora_rank},
+        "rank_pattern": {name: r for name, r in plan.lora_ranks.items() if r != plan.usual_lora_rank},
         "alpha_pattern": {name: _as_integer(x) for name, x in plan.alphas.items() if x != alpha},
         "bias": plan.bias,
         "use_rslora": plan.rslora,
@@ -192,11 +192,6 @@ def target_modules(plan: LoraSettings, layers: ModelLayers) -> list[str]:
         else (matched == plan.lora_ranks.keys())
     )
     return ends if exact else list(plan.lora_ranks)
-
-
-def _most_common[T](values: Iterable[T]) -> T:
-    listed = list(values)
-    return max(listed, key=listed.count)
 
 
 def _as_integer(value: float) -> float | int:

@@ -86,11 +86,10 @@ def expected_tensors(plan: LoraSettings, layers: ModelLayers) -> dict[str, tuple
     """Return the shape of every tensor that an adapter has, by its name in transformers' model."""
     trained, members = trained_parameters(plan, layers), layers.members
     shapes = {x.name: x.shape for x in layers.parameters if trained[x.megatron]}
-    for name, lora_rank in plan.lora_ranks.items():
-        inputs, outputs = members[name].inputs, members[name].outputs
-        shapes |= {f"{name}{LORA_A}": (lora_rank, inputs), f"{name}{LORA_B}": (outputs, lora_rank)}
+    for name in plan.lora_ranks:
+        shapes[f"{name}{LORA_A}"], shapes[f"{name}{LORA_B}"] = plan.factor_shapes(members[name])
         if plan.dora:
-            shapes[f"{name}{MAGNITUDE}"] = (outputs,)
+            shapes[f"{name}{MAGNITUDE}"] = (members[name].outputs,)
     return shapes
 
 

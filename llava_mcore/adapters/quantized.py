@@ -99,12 +99,15 @@ def to_nf4(weight: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int, g
     """
     from bitsandbytes import functional  # of the extra `qlora`
 
+    # Codes: each Hugging Face matrix in blocks of a row, as PEFT quantizes the whole matrix.
     check_block(weight, linear, NF4_BLOCK, tp_size)
     layout, members = linear.blocks(tp_size)
     parts = layout.to_hf(weight)
     quantized = [functional.quantize_4bit(x.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4") for x in parts]
     codes = [packed.view(len(x), -1) for (packed, _), x in zip(quantized, parts, strict=True)]
     absmax = [state.absmax.view(len(x), -1) for (_, state), x in zip(quantized, parts, strict=True)]
+    # Scales of blocks are quantized again. Blocks of scales span rows and ranks: a rank gathers the scales of the
+    # whole matrix, quantizes them as one, and keeps those of its rows.
     columns: dict[str, list[Tensor]] = {name: [] for name in ("scale_codes", "position", "first_scale", "offset")}
     scales: list[Tensor] = []
     map_of_scales = weight.new_empty(0)
@@ -121,6 +124,7 @@ def to_nf4(weight: Tensor, linear: MegatronLinear, tp_size: int, tp_rank: int, g
             columns["first_scale"].append(torch.full_like(rows, sum(map(len, scales))))
             columns["offset"].append(offset.expand(len(rows)))
         scales.append(state.absmax)
+    # Back to the order of Megatron's rows.
     ordered = {name: layout.to_megatron(*parts).contiguous() for name, parts in columns.items()}
     return Nf4(
         codes=layout.to_megatron(*codes).contiguous(),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from llava_mcore.adapters.linear_layers import BIAS, ModelLayers
+from llava_mcore.adapters.linear_layers import BIAS, HfLinear, ModelLayers
 from llava_mcore.config.sections.adapter import ALL_LINEAR, AdapterConfig
 from llava_mcore.errors import ConfigError, problems
 
@@ -38,10 +38,26 @@ class LoraSettings:
     modules_to_save: tuple[str, ...] = ()
     is_trained: bool = True
 
+    @property
+    def usual_lora_rank(self) -> int:
+        """Return the rank that most layers have; of equally frequent ones the first."""
+        return most_common(self.lora_ranks.values())
+
+    def factor_shapes(self, linear: HfLinear) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the shapes of A and B on a layer of transformers' model."""
+        lora_rank = self.lora_ranks[linear.name]
+        return (lora_rank, linear.inputs), (linear.outputs, lora_rank)
+
     def scaling(self, module: str) -> float:
         """Return the factor of what the adapter adds to a layer's output."""
         lora_rank = self.lora_ranks[module]
         return self.alphas[module] / (math.sqrt(lora_rank) if self.rslora else lora_rank)
+
+
+def most_common[T](values: Iterable[T]) -> T:
+    """Return the most frequent value, of equally frequent ones the first."""
+    listed = list(values)
+    return max(listed, key=listed.count)
 
 
 def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSettings:
@@ -50,11 +66,13 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
     Raises:
         ConfigError: lists every name that no layer has, and layers that cannot be adapted.
     """
+    # Modules that are trained in full; their layers get no adapter.
     errors: list[str] = []
     saved = {name: tuple(_matching(name, layers.module_names)) for name in adapter.modules_to_save}
     errors += [_unknown_module(name, layers) for name, modules in saved.items() if not modules]
     modules = tuple(dict.fromkeys(module for matching in saved.values() for module in matching))
     errors += _tied(modules, layers)
+    # Layers by target, each with the rank of its part.
     of_parts = {
         "language_model": adapter.r,
         "vision_model": adapter.vision_r,
@@ -68,6 +86,7 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
         if not with_lora_rank:
             errors.append(_nothing_to_adapt(target, free, layers))
         chosen |= with_lora_rank
+    # A rank without any layer would have no effect.
     for part, lora_rank in of_parts.items():
         if not errors and lora_rank is not None and not any(layers.members[name].part == part for name in chosen):
             errors.append(

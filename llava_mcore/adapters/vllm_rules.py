@@ -7,16 +7,15 @@ rank_pattern and alpha_pattern.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from llava_mcore.adapters.peft_config import KNOWN_KEYS, changes_base
-from llava_mcore.adapters.targets import LoraSettings
+from llava_mcore.adapters.targets import LoraSettings, most_common
 
 _EQUAL = 1e-9  # relative difference of two scales that count as one
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 
 
@@ -27,8 +26,7 @@ def with_one_scale(plan: LoraSettings, *, may_change_b: bool) -> tuple[LoraSetti
     change, plan and B stay as they are.
     """
     unchanged = plan, dict.fromkeys(plan.lora_ranks, 1.0)
-    lora_rank = Counter(plan.lora_ranks.values()).most_common(1)[0][0]
-    scale = Counter(plan.scaling(name) for name, r in plan.lora_ranks.items() if r == lora_rank).most_common(1)[0][0]
+    scale = most_common(plan.scaling(name) for name, r in plan.lora_ranks.items() if r == plan.usual_lora_rank)
     factors = {name: _power_of_two(plan.scaling(name) / scale) if scale else None for name in plan.lora_ranks}
     exact = {name: factor for name, factor in factors.items() if factor is not None}
     if not may_change_b or len(exact) < len(factors):
@@ -49,6 +47,7 @@ def _power_of_two(value: float) -> float | None:
 
 def vllm_problems(config: Mapping[str, Any]) -> list[str]:
     """Return what vLLM refuses of an adapter, or computes differently than PEFT. `config`: its adapter_config.json."""
+    # Other kinds, and settings that vLLM does not know.
     if config.get("peft_type") != "LORA":
         return [f"it is {config.get('peft_type')} (peft_type), and vLLM computes LORA only"]
     errors = [
@@ -61,6 +60,7 @@ def vllm_problems(config: Mapping[str, Any]) -> list[str]:
             f"init_lora_weights = {config['init_lora_weights']!r} changes the model's own weights, and vLLM uses them "
             "unchanged"
         )
+    # What vLLM knows and refuses, or leaves out.
     if config.get("use_dora"):
         errors.append("it is DoRA (use_dora), which vLLM refuses")
     if config.get("modules_to_save"):
@@ -68,8 +68,9 @@ def vllm_problems(config: Mapping[str, Any]) -> list[str]:
         errors.append(f"{modules} were trained in full (modules_to_save), which vLLM refuses")
     if config.get("bias", "none") != "none":
         errors.append(f"biases were trained (bias = {config['bias']!r}), which vLLM does not read")
-    if vllm_rank(config) > _LORA_RANKS[-1]:
-        errors.append(f"its rank is {vllm_rank(config)}, and vLLM's --max-lora-rank is at most {_LORA_RANKS[-1]}")
+    # Limits of rank and scale.
+    if vllm_rank(config) > _MAX_LORA_RANKS[-1]:
+        errors.append(f"its rank is {vllm_rank(config)}, and vLLM's --max-lora-rank is at most {_MAX_LORA_RANKS[-1]}")
     scales = _scales(config)
     if len(scales) > 1:
         scale_list = " and ".join(f"{x:g}" for x in sorted(scales))
@@ -82,7 +83,7 @@ def vllm_problems(config: Mapping[str, Any]) -> list[str]:
 def vllm_rank(config: Mapping[str, Any]) -> int:
     """Return the --max-lora-rank that vLLM needs for an adapter; a larger rank than it takes is returned as it is."""
     largest = max([int(config.get("r") or 8), *map(int, (config.get("rank_pattern") or {}).values())])
-    return next((lora_rank for lora_rank in _LORA_RANKS if lora_rank >= largest), largest)
+    return next((limit for limit in _MAX_LORA_RANKS if limit >= largest), largest)
 
 
 def _scales(config: Mapping[str, Any]) -> set[float]:

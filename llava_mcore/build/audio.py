@@ -35,7 +35,7 @@ from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import ModelSource, check_loaded, find_source, reading, require_clear_weights
 from llava_mcore.build.write_folder import Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.hf_folder import require_absent
+from llava_mcore.files.atomic import require_absent
 from llava_mcore.media.clip_plan import AudioPlan, check_extractor
 from llava_mcore.models.audio.qwen2_audio import Qwen2AudioTower
 from llava_mcore.templates.named import SOUND_TOKENS
@@ -62,12 +62,14 @@ def build_audio(options: BuildOptions, say: Say) -> list[Part]:
     Raises:
         ConfigError, ConversionError: the build is not possible; nothing was written.
     """
+    # Options and sources: nothing is read yet.
     require_absent(options.save_dir, activity="a build")
     require_size(options)
     _refuse_picture_flags(options)
     assert options.audio_model is not None
     text_source = find_source(options.text_model, "--text-model", gguf_file=options.gguf_file, may_be_gguf=True)
     source = find_source(options.audio_model, "--audio-model")
+    # Small files first: errors are reported before gigabytes are read.
     language.load_language_config(text_source)
     encoder_config = load_encoder_config(source)
     extractor = load_extractor(source)
@@ -78,12 +80,14 @@ def build_audio(options: BuildOptions, say: Say) -> list[Part]:
     template = tokenizer.chat_template = choose_template(tokenizer, options.chat_template, say)
     processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template=template, **NAMED_TOKENS)
 
+    # The weights of both parts.
     say(f"language model: {text_source}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     text = language.load_language_model(text_source, dtype, say)
     fit_vocabulary(text, tokenizer, pad=options.vocab_size_padding, say=say)
     say(f"audio encoder: {source}")
     encoder = load_encoder(source, encoder_config, text.dtype)
+    # The whole model, with a new projector, written and read back.
     generation = language.settled_generation_config(text, tokenizer, ids, say)
     model = _compose(text, encoder, ids, seed=options.seed, say=say)
     model.generation_config = generation

@@ -27,7 +27,7 @@ from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import ModelSource, find_source
 from llava_mcore.build.write_folder import PROBE, Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.hf_folder import require_absent
+from llava_mcore.files.atomic import require_absent
 from llava_mcore.media.media import Processing, Size, VideoShape
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
 from llava_mcore.models.vision.geometry import image_side
@@ -63,6 +63,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     Raises:
         ConfigError, ConversionError: the build is not possible; nothing was written.
     """
+    # Options and sources: nothing is read yet.
     require_absent(options.save_dir, activity="a build")
     require_size(options)
     kind, sources = folder_class(options), find_sources(options)
@@ -75,6 +76,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     image_processor, side = vision.load_image_processor(sources.image_processor, asked_config, options)
     vision_config = vision.resized(asked_config, side)
     plan = vision.plan_features(vision_config, options, kind.layers)
+    # Tokenizer and processor; a sketch of the whole config shows whether the parts fit.
     tokenizer = language.load_tokenizer(sources.tokenizer, kind.named_tokens)
     ids = language.add_special_tokens(tokenizer, [IMAGE_TOKEN, *kind.named_tokens.values(), *kind.marks])
     with features_for(kind.connector):
@@ -85,6 +87,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     )
     processor = kind.processor(image_processor, tokenizer, sketch, plan, template)
 
+    # The weights of both parts.
     say(f"language model: {sources.text}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     text = language.load_language_model(sources.text, dtype, say)
@@ -94,6 +97,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
         said = "--image-size" if options.image_size else "the image processor's"
         say(f"  positions: those for {image_side(own_config)} px, interpolated to {said} {side} px")
     tower = vision.load_vision_tower(sources.vision, vision_config, text.dtype)
+    # The whole model, with a new connector, written and read back.
     generation = language.settled_generation_config(text, tokenizer, ids, say)
     config = whole_config(kind, text, tower, plan, ids)
     model = compose(kind, text, tower, config, seed=options.seed)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from llava_mcore.config.model_classes import MODEL_CLASSES
+
 DEFAULT_VISION_MODEL = "openai/clip-vit-large-patch14-336"
 CONNECTORS = ("mlp", "pixel_shuffle", "perceiver")
-ARCHITECTURES = ("llava", "llava_next", "llava_onevision", "internvl", "idefics2", "idefics3", "smolvlm")
+ARCHITECTURES = tuple(model_type for model_type, row in MODEL_CLASSES.items() if row.folder is not None)
 """A class is chosen by its connector, its model_type, or both."""
 VOCAB_MULTIPLE = 128
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")

@@ -13,9 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.companions import VOCABULARY_FILES
+from llava_mcore.files.hf_files import VOCABULARY_FILES, choose_weight_files, has_weights, refuse_adapter
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.files.weight_files import choose_weight_files, has_weights, refuse_adapter
 
 _TAG = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LIBRARY_ERRORS = (StrictDataclassError, SafetensorError)

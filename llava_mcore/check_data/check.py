@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llava_mcore.check_data.examiner import Examiner, Finding
 from llava_mcore.check_data.remarks import remarks_on
 from llava_mcore.check_data.report import DataReport
-from llava_mcore.check_data.scan import Task, choose, scan
+from llava_mcore.check_data.scan import Task, choose, find, scan
 from llava_mcore.check_data.show import conversation_text
 from llava_mcore.check_data.tables import print_report
 from llava_mcore.check_data.tally import DatasetTally, Tally
@@ -23,6 +23,7 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.datasets import Dataset
+from llava_mcore.data.samples import TokenConversation
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 
@@ -41,6 +42,8 @@ class DataCheck:
     full: bool
     num_workers: int
     num_examples: int
+    key: str | None
+    """Show this sample instead of checking the dataset."""
     json_file: Path | None
 
 
@@ -54,6 +57,8 @@ def check_data(check: DataCheck, assets: Assets) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # in a file or a pipe; rich would assume 80
+    if check.key is not None:
+        return _show_one(check, check.key, assets, console)
     report, examiner = examine(check, assets)
     if examiner is not None:
         _show(examiner, report, assets, console)
@@ -136,16 +141,35 @@ def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, check: DataCh
 
 def _show(examiner: Examiner, report: DataReport, assets: Assets, console: Console) -> None:
     for finding in report.tally.examples:
-        tokens = examiner.conversation(finding)
-        marked = "colored" if console.is_terminal else "between « and »"
-        console.print(
-            f"sample {finding.key} of {finding.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them "
-            f"trained ({marked})",
-            markup=False,
-            soft_wrap=True,
-        )
-        console.print(conversation_text(tokens, assets, colored=console.is_terminal), soft_wrap=True)
-        console.print()
+        _show_conversation(finding, examiner.conversation(finding), assets, console)
+
+
+def _show_one(check: DataCheck, key: str, assets: Assets, console: Console) -> int:
+    """Print every conversation of one sample; returns 0 if training uses it, else 2."""
+    check_dataset(check.data_path)
+    seq_length, max_patches = check.seq_length, check.max_media_tokens
+    examiner = Examiner(check.data_path, assets, seq_length=seq_length, max_media_tokens=max_patches)
+    finding = examiner.examine(*find(examiner.datasets, key))
+    if finding.status == "used":
+        for tokens in examiner.conversations(finding):
+            _show_conversation(finding, tokens, assets, console)
+    is_trained_on = finding.status == "used" and not finding.reasons
+    title = "trained on" if is_trained_on else "excluded by split.yaml" if finding.status == "excluded" else "left out"
+    for line in (f"sample {finding.key} of {finding.shard}: {title}", *finding.reasons, *finding.remarks):
+        console.print(line, markup=False, soft_wrap=True)
+    return 0 if is_trained_on else 2
+
+
+def _show_conversation(finding: Finding, tokens: TokenConversation, assets: Assets, console: Console) -> None:
+    marked = "colored" if console.is_terminal else "between « and »"
+    console.print(
+        f"sample {finding.key} of {finding.shard}: {len(tokens)} tokens, {int(tokens.trained.sum())} of them "
+        f"trained ({marked})",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(conversation_text(tokens, assets, colored=console.is_terminal), soft_wrap=True)
+    console.print()
 
 
 def _write(file: Path, report: DataReport) -> None:

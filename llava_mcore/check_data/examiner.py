@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,11 @@ from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.encode import TooLongError, stored_tokens
 from llava_mcore.data.encode.marks import LITERAL_REASON
-from llava_mcore.data.encode.stored_tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
+from llava_mcore.data.encode.tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
 from llava_mcore.data.loader.datasets import Dataset, open_datasets
-from llava_mcore.data.loader.skips import DATA_ERRORS, Skips
+from llava_mcore.data.loader.sample_problems import DATA_ERRORS, Skips
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
-from llava_mcore.data.samples import ChatSample, EncodedSample, Sound, TokenConversation, TokenSample, Video
+from llava_mcore.data.samples import Audio, ChatSample, EncodedSample, TokenConversation, TokenSample, Video
 from llava_mcore.errors import DataError
 
 Status = Literal["used", "left out", "stop", "excluded"]
@@ -59,6 +60,12 @@ class Finding:
     """Videos whose fps is assumed; 0 if the model's tokens and positions do not depend on it."""
     unused: tuple[str, ...] = ()
     """Keys of the json that nothing reads."""
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Whether it has one or several conversations, and no, one or several pictures, videos and sounds."""
+        counts = (self.num_images, len(self.num_frames), self.num_sounds)
+        return (min(self.num_conversations, 2), *(min(count, 2) for count in counts))
 
 
 class Examiner:
@@ -104,10 +111,14 @@ class Examiner:
 
     def conversation(self, finding: Finding) -> TokenConversation:
         """Return the first conversation of a sample that was examined before and can be used."""
+        return self.conversations(finding)[0]
+
+    def conversations(self, finding: Finding) -> Sequence[TokenConversation]:
+        """Return the conversations of a sample that was examined before and can be used."""
         data = self.datasets[finding.dataset]
         parts = data.raw(finding.index)
         assert parts is not None, "it was read before"
-        return self._encoder.preencode_sample(data.chat(data.decode(parts))).conversations[0]
+        return self._encoder.preencode_sample(data.chat(data.decode(parts))).conversations
 
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
         parts = data.raw(blank.index)
@@ -142,7 +153,7 @@ class Examiner:
             num_conversations=len(chat.conversations),
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
             num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
-            num_sounds=sum(isinstance(item.data, Sound) for conversation in used for item in conversation.media),
+            num_sounds=sum(isinstance(item.data, Audio) for conversation in used for item in conversation.media),
             num_without_fps=sum(c.num_without_fps for c in used) if self.assets.plan.timed else 0,
             num_frames=tuple(len(item.data.frames) for c in used for item in c.media if isinstance(item.data, Video)),
         )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import count
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from megatron.energon.flavors.webdataset.config import INDEX_SQLITE_FILENAME
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from llava_mcore.check_data.examiner import Examiner, Finding
 from llava_mcore.data.loader.datasets import Dataset
 from llava_mcore.data.loader.loader_process import loader_process_init
+from llava_mcore.data.storage.dataset_path import META
+from llava_mcore.data.storage.shard_files import known_shards
 from llava_mcore.errors import DataError
 
 LEAST_SAMPLES = 256
@@ -41,6 +48,30 @@ def choose(datasets: Sequence[Dataset], *, full: bool) -> list[Task]:
             chosen = [shard.first + index for index in indices]
             tasks += [(index, tuple(chosen[i : i + CHUNK])) for i in range(0, len(chosen), CHUNK)]
     return tasks
+
+
+def find(datasets: Sequence[Dataset], key: str) -> tuple[int, int]:
+    """Return the dataset and the number of the first sample with a key, which may have its shard's name in front:
+    "000003.tar/000000017".
+
+    Raises:
+        DataError: no prepared folder on this machine has it in the part that is trained on.
+    """
+    for index, data in enumerate(datasets):
+        file = Path(data.path) / META / INDEX_SQLITE_FILENAME
+        if not file.is_file():
+            continue
+        with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro&immutable=1", uri=True)) as db:
+            shard, _, name = key.rpartition("/")
+            query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key IN (?, ?)"
+            rows = db.execute(query, (key, name)).fetchall()
+        names = list(known_shards(Path(data.path)))
+        for shard_index, sample in rows:
+            for part in data.shards:
+                if part.name == names[shard_index] and shard in ("", part.name) and sample < part.count:
+                    return index, part.first + sample
+    paths = ", ".join(data.path for data in datasets)
+    raise DataError(f"no sample {key} in the train part of {paths}; keys are the names of files without their endings")
 
 
 def scan(examiner: Examiner, tasks: Sequence[Task], *, num_workers: int, on_finding: Callable[[Finding], Any]) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from llava_mcore.check_data.examiner import Finding
-from llava_mcore.data.loader.best_fit import LEVELS, PatchBudget, levels_of, online_fill
+from llava_mcore.data.loader.packing import LEVELS, PatchBudget, levels_of, online_fill
 
 EXAMPLES = 3
 VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -90,10 +90,10 @@ class Tally:
     num_packs: int = 0
     """Samples of several conversations."""
     examples: list[Finding] = field(default_factory=list)
-    """The first samples without any problem, for showing."""
+    """Samples without any problem, for showing: of as many kinds as possible, else the first ones."""
 
     def add(self, finding: Finding, *, num_examples: int) -> None:
-        """Count one sample; keep it if it is among the first num_examples without a problem."""
+        """Count one sample; keep it if it is among the num_examples to show."""
         data = self.datasets[finding.dataset]
         self.num_looked_at += 1
         if finding.status == "excluded":
@@ -124,8 +124,18 @@ class Tally:
         data.num_videos += len(finding.num_frames)
         data.num_frames += sum(finding.num_frames)
         data.num_sounds += finding.num_sounds
-        if len(self.examples) < num_examples and not finding.reasons and not finding.remarks:
-            self.examples.append(finding)
+        if not finding.reasons and not finding.remarks:
+            self._keep(finding, num_examples)
+
+    def _keep(self, finding: Finding, num_examples: int) -> None:
+        """Keep a sample to show: there is room, or it is of a new kind and another kind has several."""
+        if len(self.examples) >= num_examples:
+            kinds = [example.kind for example in self.examples]
+            repeated = [i for i, kind in enumerate(kinds) if kind in kinds[:i]]
+            if finding.kind in kinds or not repeated:
+                return
+            del self.examples[repeated[-1]]
+        self.examples.append(finding)
 
     def _note(self, level: str, reason: str, finding: Finding) -> None:
         group = self.groups.setdefault((level, VALUES.sub("…", reason)), Group(level, reason))

@@ -17,8 +17,7 @@ import xxhash
 
 from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.errors import CheckpointError
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.regular import require_regular
+from llava_mcore.files.regular import read_object, require_regular
 
 FILE = "checksums.json"
 """File of an import with its checksums; a run's checkpoint has them in run.json."""

@@ -15,7 +15,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
 from llava_mcore.config.sections.checkpoint import CheckpointConfig
 from llava_mcore.errors import CheckpointError, ConfigError, problems
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 
 _START_AGAIN = "; to start again, delete it or give another --name"
 
@@ -50,6 +50,7 @@ def start_point(
         unusable: temporary checkpoints that cannot be used here, with their reasons.
         damaged: checkpoints whose files are damaged, with their reasons; they count as incomplete.
     """
+    # The run's own checkpoints come first: they are resumed or, without --load-optim, not overwritten.
     checkpoint = run.checkpoint
     run_dir = run.run_dir if checkpoint.save_dir is not None else None
     choice = _own_choice(run, unusable, damaged) if run_dir is not None else None
@@ -59,6 +60,7 @@ def start_point(
                 f"{run_dir} already holds a checkpoint: resume it with --load-optim or choose another --name"
             )
         return StartPoint("resume", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)
+    # Then a folder that the user names, then random weights.
     if checkpoint.load is not None:
         return _load(checkpoint.load, damaged)
     if not checkpoint.init:
@@ -110,8 +112,10 @@ def _start_named(checkpoint: CheckpointConfig) -> str | None:
 
 def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[Path, str]) -> Choice | None:
     """Return the newest complete checkpoint of the run, kept or temporary."""
+    # Usual case: no temporary checkpoints.
     if not iterations(run.non_persistent_dir):
         return newest_complete(run.run_dir, damaged, instead=_START_AGAIN)
+    # The newest usable one of each folder, and why others are not used.
     choices: list[Choice] = []
     passed_over: list[str] = []
     is_damaged = False
@@ -132,6 +136,7 @@ def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[P
             passed_over.append(f"{choice.folder}: {problem}")
         else:
             choices.append(choice)
+    # A run whose checkpoints are all damaged must not start from the beginning.
     if not choices and is_damaged:
         raise CheckpointError(problems(f"{run.run_dir} has no complete checkpoint{_START_AGAIN}", passed_over))
     if not choices:

@@ -7,19 +7,22 @@ detected without reading the weights.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
+import logging
 import re
-from collections.abc import Mapping
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from llava_mcore.checkpoint.deletion import delete
 from llava_mcore.checkpoint.layout import ITERATION_NAME, TRACKER, iteration_folder, latest_iteration
 from llava_mcore.errors import CheckpointError, problems
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 
 RUN_JSON = "run.json"
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\.(partial|deleted(\.\d+)?)")
@@ -56,6 +59,7 @@ def newest_complete(
     Raises:
         CheckpointError: there are checkpoints, but none of them can be used.
     """
+    # The tracker, if it can be read, is the upper limit.
     passed_over: list[str] = []
     limit = None
     try:
@@ -65,6 +69,7 @@ def newest_complete(
     complete = iterations(root)
     if limit is not None and limit not in complete:
         passed_over.append(f"{root / TRACKER} names iteration {limit}: {iteration_folder(root, limit)} is missing")
+    # From the newest backwards, to the first complete one.
     for iteration in reversed(complete):
         folder = iteration_folder(root, iteration)
         problem = damaged.get(folder) or incomplete(folder)
@@ -73,6 +78,7 @@ def newest_complete(
         if problem is None:
             return Choice(folder, iteration, tuple(passed_over))
         passed_over.append(f"{folder}: {problem}")
+    # There is none: an empty folder is a new run, anything else an error.
     if not passed_over:
         return None
     raise CheckpointError(problems(f"{root} has no complete checkpoint{instead}", passed_over))
@@ -145,3 +151,28 @@ def remove_leftovers(root: Path) -> None:
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             delete(put_aside(path) if path.name.endswith(".partial") else path)
+
+
+logger = logging.getLogger(__name__)
+
+
+def delete(folder: Path) -> None:
+    """Delete a folder, or log why not: on NFS a file that is still open remains as .nfs…"""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", folder, error)
+
+
+def delete_in_background(folders: Sequence[Path]) -> threading.Thread:
+    """Delete folders in a thread that the process waits for before it ends, even in `exit_now`."""
+
+    def work() -> None:
+        for folder in folders:
+            delete(folder)
+        atexit.unregister(thread.join)
+
+    thread = threading.Thread(target=work, name="deletion")
+    atexit.register(thread.join)
+    thread.start()
+    return thread

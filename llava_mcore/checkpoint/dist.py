@@ -56,9 +56,11 @@ class StateWrite:
             plan: of the run's earlier saves; None: this save is planned alone, and every tensor written by its first
                 replica.
         """
+        # Storages are noted before the conversion, which leaves copies in host memory.
         plan = SaveAssignment() if plan is None else plan
         live = convert_data(sharded_tensors(state))
         is_new = plan.begin(state)
+        # megatron-core checks and plans a new state, together on all ranks; a state of an earlier save keeps its plan.
         keep_write_results_here()
         self._request = dist_checkpointing.save(
             {"checkpoint_version": CHECKPOINT_VERSION, **state},
@@ -70,6 +72,7 @@ class StateWrite:
             async_strategy="mcore",
         )
         plan.done()
+        # This rank's share, in host memory.
         self._files: list[Any] = []
         if self._request.async_fn is not None:  # otherwise this rank has nothing to write
             on_host = self._request.preload_fn()

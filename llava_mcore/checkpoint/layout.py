@@ -12,15 +12,14 @@ iter_0000006/checksums.json            every file with its checksum, if an impor
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.schema import NON_PERSISTENT
 from llava_mcore.errors import CheckpointError
-from llava_mcore.files.atomic import sync
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.atomic import replace_file
+from llava_mcore.files.regular import read_object
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNUSED = "unused.safetensors"
@@ -142,13 +141,7 @@ def latest_readable(root: Path) -> tuple[Path, int]:
 
 def write_tracker(root: Path, iteration: int) -> None:
     """Point the tracker at a complete checkpoint, atomically."""
-    temporary = root / f".{TRACKER}.partial"
-    with temporary.open("w", encoding="utf-8") as handle:
-        handle.write(f"{iteration}\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, root / TRACKER)
-    sync(root)
+    replace_file(root / TRACKER, f"{iteration}\n".encode())
 
 
 def write_record(checkpoint: Path, record: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from llava_mcore.checkpoint.dist import fill_model, model_state, without_absent_
 from llava_mcore.checkpoint.sharded import convert_data, sharded_tensors
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import sync
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.groups import Groups, agree, gather_to_first
 
@@ -69,6 +69,7 @@ class LocalWrite:
             copy: copy every tensor, so that training can continue while `write` runs.
             vision_data_parallel: every rank has a whole tower.
         """
+        # A file of its own name for each rank and attempt.
         self._own_layout = _layout(groups, vision_data_parallel)
         suffix = [uuid.uuid4().hex[:8]]  # an abandoned attempt may have left a file of the same iteration
         dist.broadcast_object_list(suffix, src=0, group=groups.control)
@@ -76,6 +77,7 @@ class LocalWrite:
         self.checksums: dict[str, str] = {}  # none: this rank writes no files into the iteration's folder
         self._checksum = ""
         self._path = root / f"{folder.name.strip('.').partition('.')[0]}.{suffix[0]}.rank_{groups.rank:05d}.pt"
+        # Tensors are copied to the host; everything else is copied as it is now.
         live = convert_data(sharded_tensors(state))
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = {_name(value): value.data for value in nested_values(sharded)}

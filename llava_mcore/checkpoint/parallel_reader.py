@@ -10,8 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from llava_mcore.files.thread_pool import run_jobs
-from llava_mcore.parallel.cores import cores_per_rank
+from llava_mcore.parallel.cores import cores_per_rank, run_jobs
 
 MAX_THREADS = 8
 JOB_BYTES = 256 << 20

@@ -9,9 +9,15 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llava_mcore.build.options import ARCHITECTURES, CONNECTORS, DEFAULT_VISION_MODEL, DTYPE_NAMES, BuildOptions
 from llava_mcore.cli.common import command_main
+from llava_mcore.config.rules.trainer_list import MODEL_CLASSES
+from llava_mcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llava_mcore.build.write_folder import Part
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,7 +28,14 @@ def parser() -> argparse.ArgumentParser:
         description="Compose a complete Hugging Face folder of LLaVA, InternVL, Idefics2, Idefics3, SmolVLM or "
         "Qwen2-Audio (config, weights, tokenizer with placeholders and a pad token, processor, chat template) from a "
         "language model and a vision tower or Whisper's encoder (see docs/build.md). Only the projector is new. "
-        "Nothing is downloaded when folders are given.",
+        "Nothing is downloaded when folders are given. --tiny writes a small random model of any class instead.",
+    )
+    p.add_argument(
+        "--tiny",
+        choices=MODEL_CLASSES,
+        metavar="CLASS",
+        help="write a tiny model of this class with random weights, to try the other commands without any weights; "
+        f"takes only --save-dir and --seed: {', '.join(MODEL_CLASSES)}",
     )
     _add_parts(p.add_argument_group("parts"))
     _add_shape(p.add_argument_group("shape"))
@@ -33,9 +46,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_parts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--text-model",
-        required=True,
         metavar="TAG_OR_DIR",
-        help="language model; a folder may hold a GGUF file instead of safetensors",
+        help="language model (required, without --tiny); a folder may hold a GGUF file instead of safetensors",
     )
     group.add_argument(
         "--gguf-file",
@@ -135,21 +147,54 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1234,
         metavar="N",
-        help="seed of the projector's initial weights (default: %(default)s)",
+        help="seed of the projector's initial weights, with --tiny of all weights (default: %(default)s)",
     )
     group.add_argument("--sif-path", type=Path, metavar="FILE", help="run the same command in this Singularity image")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the build."""
+    _check(args)
     from transformers.utils import logging as transformers_logging
-
-    from llava_mcore.build.audio import build_audio
-    from llava_mcore.build.folder import build_llava
 
     transformers_logging.set_verbosity_error()  # its load reports repeat the lines below
     transformers_logging.disable_progress_bar()
     start = time.perf_counter()
+    if args.tiny is not None:
+        _write_tiny(args.tiny, args.save_dir, args.seed)
+    else:
+        _print_table([(p.name, p.shape, p.source, p.parameters) for p in _build(args)])
+    print(f"built {args.save_dir} in {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError without a language model, or for a flag that --tiny does not read."""
+    if args.tiny is None and args.text_model is None:
+        raise ConfigError("give --text-model, the language model; or --tiny CLASS for a tiny model of random weights")
+    if args.tiny is None:
+        return
+    read = ("tiny", "save_dir", "seed", "sif_path")
+    others = [name for name, value in vars(args).items() if name not in read and value != parser().get_default(name)]
+    if others:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ConfigError(f"--tiny has parts of its own: omit {flags}")
+
+
+def _write_tiny(name: str, folder: Path, seed: int) -> None:
+    from llava_mcore.build.tiny.classes import write_tiny
+    from llava_mcore.files.atomic import require_absent
+
+    require_absent(folder, activity="the build")
+    write_tiny(name, folder, seed)
+    print(f"{MODEL_CLASSES[name]} with random weights: its answers mean nothing")
+
+
+def _build(args: argparse.Namespace) -> Sequence[Part]:
+    """Build a folder from the parts that the flags name."""
+    from llava_mcore.build.audio import build_audio
+    from llava_mcore.build.folder import build_llava
+
     options = BuildOptions(
         save_dir=args.save_dir,
         text_model=args.text_model,
@@ -171,10 +216,7 @@ def run(args: argparse.Namespace) -> int:
         max_shard_size=args.max_shard_size,
     )
     build = build_llava if options.audio_model is None else build_audio
-    parts = build(options, say=lambda line: print(line, flush=True))
-    _print_table([(p.name, p.shape, p.source, p.parameters) for p in parts])
-    print(f"built {args.save_dir} in {time.perf_counter() - start:.1f} s")
-    return 0
+    return build(options, say=lambda line: print(line, flush=True))
 
 
 def _print_table(rows: Sequence[tuple[str, str, str, int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,14 +76,26 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--full", action="store_true", help="check every sample, not only some of every shard")
     p.add_argument("--num-workers", type=int, default=0, help="worker processes (default 0: this process)")
-    p.add_argument("--show", type=int, default=1, help="conversations to print (default 1)")
+    p.add_argument(
+        "--show",
+        type=_examples,
+        default=1,
+        metavar="N|KEY",
+        help="conversations to print, of different kinds if there are some (default 1); or show only the sample with "
+        "this key, such as 000000017 or 000003.tar/17",
+    )
     p.add_argument("--json", type=Path, help="also write the report to this file")
+
+
+def _examples(text: str) -> int | str:
+    """Return a number of samples, or a sample's key. A number that begins with 0 is a key, as `prepare` writes them."""
+    return int(text) if re.fullmatch(r"0|-?[1-9]\d*", text) else text
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the check; errors mean failure."""
     from llava_mcore.checkpoint.layout import latest_readable
-    from llava_mcore.files.hf_source import require_source
+    from llava_mcore.files.hf_folder import require_source
 
     is_model = args.hf_dir is not None or args.megatron_dir is not None
     if is_model == (args.data_path is not None):
@@ -148,7 +161,8 @@ def data_check(args: argparse.Namespace) -> DataCheck:
         args.max_skip_rate,
         args.full,
         args.num_workers,
-        args.show,
+        args.show if isinstance(args.show, int) else 0,
+        args.show if isinstance(args.show, str) else None,
         args.json,
     )
 
@@ -156,7 +170,9 @@ def data_check(args: argparse.Namespace) -> DataCheck:
 def _check_data_flags(args: argparse.Namespace) -> None:
     if args.tokenizer_load_dir is None:
         raise ConfigError(NEEDS_TOKENIZER)
-    lowest = {"seq_length": 1, "num_workers": 0, "show": 0, "max_skip_rate": 0}
+    lowest = {"seq_length": 1, "num_workers": 0, "max_skip_rate": 0}
+    if isinstance(args.show, int):
+        lowest["show"] = 0
     wrong = [f"--{name.replace('_', '-')} must be at least {least}" for name, least in lowest.items()
              if vars(args)[name] < least]  # fmt: skip
     if args.max_skip_rate > 1:

@@ -1,15 +1,79 @@
-"""The entry of a command: parse, run, report errors."""
+"""The entry of the program and of each command: choose the command, parse, run, report errors."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from llava_mcore.compat.startup import UNUSED_IMPORTS_HERE, skip_unused_imports
+from llava_mcore import log
+from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.compat.startup import UNUSED_IMPORTS_HERE, find_distributions_lazily, skip_unused_imports
 from llava_mcore.compat.tested import untested_line
-from llava_mcore.processes.messages import with_messages
+from llava_mcore.errors import FileError
+from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
+from llava_mcore.processes.control import INTERRUPTED, collect_rarely, with_messages
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; 2 if there is no such command, 130 after Ctrl-C."""
+    log.prepare_streams()
+    try:
+        return with_messages(lambda: _run(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else ""
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        print(f"{name!r}: no such command{meant}\n\n{_usage()}" if name else _usage(), file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    _require_current_folder()
+    submits = name == "train" and "--submit" in arguments  # the job enters the image, not the process that submits it
+    image = requested_image(arguments) if command.has_image and not submits else None
+    if image is not None:
+        # Before importing packages that may be in the image only.
+        return rerun_in_container(image, inner_command(name, arguments[1:]), dry_run="--dry-run" in arguments)
+    log.quiet_libraries()
+    find_distributions_lazily()
+    if name == "train":  # this process only checks the run, then waits for the training processes
+        skip_unused_imports("wandb")
+    if not command.uses_gpus or name == "train":
+        collect_rarely()
+    if not command.uses_gpus:
+        # These commands run on the CPU; a visible GPU would be initialized and occupied. Before torch is imported.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    code: int = importlib.import_module(f"llava_mcore.cli.{command.file}").main(arguments[1:])
+    return code
+
+
+def _require_current_folder() -> None:
+    """Raise FileError if the current folder does not exist: relative paths and many libraries would fail."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise FileError(
+            f"the current folder: {error.strerror}; it was deleted or moved: cd to an existing folder"
+        ) from error
+
+
+def _usage() -> str:
+    lines = [f"  {command.name:<12} {command.summary}" for command in COMMANDS.values()]
+    return "\n".join(
+        ["usage: python -m llava_mcore COMMAND [--help] …", "", *lines, "", "COMMAND --help lists its flags."]
+    )
 
 
 class CommandMain(Protocol):

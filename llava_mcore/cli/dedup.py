@@ -25,20 +25,22 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Find samples that occur more than once in prepared data, exactly or nearly (images that were "
         "resized or compressed again, text with small changes), list them, and show them on a page. With --against, "
-        "find training samples that an evaluation set has too. With --exclude, training leaves them out: their names go "
-        "into split.yaml, and no shard is written.",
+        "find training samples that an evaluation set has too. With --exclude, training leaves them out: their names "
+        "go into split.yaml, and no shard is written.",
     )
-    p.add_argument("--data-path", type=Path, nargs="+", required=True, metavar="PATH", help="prepared folders or blends")
+    p.add_argument("--data-path", type=Path, nargs="+", required=True, metavar="PATH", help="prepared data or blends")
     p.add_argument("--split", default="train", help="the part of the data (default train)")
-    p.add_argument("--against", type=Path, nargs="+", metavar="PATH", help="prepared evaluation data: only samples that "
-                   "it has too are found")  # fmt: skip
+    help_of_against = "prepared evaluation data: only samples that it has too are found"
+    p.add_argument("--against", type=Path, nargs="+", metavar="PATH", help=help_of_against)
     p.add_argument("--against-split", default="train", help="the part of the evaluation data (default train)")
-    p.add_argument("--match", choices=("sample", "image", "text"), default="sample", help="what two samples must share: "
-                   "all images and the text (default), one image, or the text")  # fmt: skip
+    help_of_match = "what two samples must share: all images and the text (default), one image, or the text"
+    p.add_argument("--match", choices=("sample", "image", "text"), default="sample", help=help_of_match)
     p.add_argument("--exact", action="store_true", help="only samples with equal text and equal files")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the list, the page and the image")
     p.add_argument("--exclude", action="store_true", help="add the duplicates to `exclude` in each split.yaml")
-    p.add_argument("--num-workers", type=int, default=default_workers(), help="processes that read (default: the cores)")
+    p.add_argument(
+        "--num-workers", type=int, default=default_workers(), help="processes that read (default: all cores)"
+    )
     return p
 
 
@@ -95,7 +97,9 @@ def _summary(
         lines += [f"  {count}: {reason}" for reason, count in scanned.broken.most_common(SHOWN_REASONS)]
     lines.append(f"see {args.out}/duplicates.html; the list is {args.out}/duplicates.jsonl")
     if args.exclude and num_found:
-        lines.append("training leaves them out from now on; a run that was saved before cannot be resumed with this data")
+        lines.append(
+            "training leaves them out from now on; runs that were saved before cannot be resumed with this data"
+        )
     elif num_found:
         lines.append("to leave them out of training: the same command with --exclude")
     return lines

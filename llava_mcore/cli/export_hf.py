@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run the conversion."""
     from llava_mcore.checkpoint.layout import latest_checkpoint, latest_readable
-    from llava_mcore.files.hf_folder import require_absent
+    from llava_mcore.files.atomic import require_absent
 
     start = time.perf_counter()
     # A wrong path is reported before the imports that take seconds.

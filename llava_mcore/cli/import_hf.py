@@ -28,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the conversion."""
-    from llava_mcore.files.hf_folder import require_absent
-    from llava_mcore.files.hf_source import require_source
+    from llava_mcore.files.atomic import require_absent
+    from llava_mcore.files.hf_folder import require_source
 
     start = time.perf_counter()
     # A wrong path is reported before the imports that take seconds.

@@ -91,7 +91,11 @@ def parser() -> argparse.ArgumentParser:
         help="rows per tar file; --val-ratio counts these files (default 1000)",
     )
     p.add_argument(
-        "--val-ratio", type=_ratio, default=0.0, metavar="R", help="fraction of the shards for validation (0)"
+        "--val-ratio",
+        type=_ratio,
+        default=0.0,
+        metavar="R",
+        help="fraction of the tar files, not of the rows, for validation (0)",
     )
     p.add_argument(
         "--check-images", action="store_true", help="decode every picture and sound (default: read its header)"

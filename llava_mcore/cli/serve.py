@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from llava_mcore.cli.common import command_main
 from llava_mcore.cli.shared_flags import port
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.weight_files import ADAPTER_CONFIG
+from llava_mcore.files.hf_files import ADAPTER_CONFIG
+from llava_mcore.files.regular import read_object
 from llava_mcore.inference.serving.engines import Served, adapter_command, engine_command, installed_command
 from llava_mcore.processes.control import run_child
 
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
     from llava_mcore.data.encode.assets import load_assets
-    from llava_mcore.files.hf_source import holds_adapter_only
+    from llava_mcore.files.hf_files import holds_adapter_only
     from llava_mcore.inference.serving.requests import ServedModel
     from llava_mcore.models.whole_folder import open_whole_folder
 

@@ -41,6 +41,7 @@ def make_graphs(
     """
     from transformer_engine.pytorch import make_graphed_callables  # on GPUs only
 
+    # What a capture cannot hold, or should not keep: random numbers, activations of the warm-up.
     for part in parts:
         _without_random_numbers(part)
     dropping = DropActivations(parameter for part in parts for parameter in part.parameters())

@@ -36,6 +36,7 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
     Raises:
         AttributeError: `step` has changed weights without calling that method.
     """
+    # `step` is given a method for the norm that raises an exception where the norm is refused.
     assert isinstance(optimizer, ChainedOptimizer), "megatron-core's, whose step asks for the norm by this method"
     take_norm = required(optimizer, "get_grad_norm")
     on_host: float | None = None
@@ -48,6 +49,7 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
             raise _RefusedUpdateError(on_host)
         return norm  # as it is: a tensor divides in fp32, a float in float64, and clipped gradients would differ
 
+    # The update. The method is replaced on this object only, and for this call.
     replace_name(optimizer, "get_grad_norm", checked)
     try:
         updated, _, _ = optimizer.step()  # its norm is the same; to read it again would wait for the update
@@ -55,6 +57,7 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
         return False, error.grad_norm
     finally:
         del optimizer.get_grad_norm
+    # A version that does not call the method would update without the check.
     if updated and on_host is None:
         raise AttributeError(
             f"{type(optimizer).__qualname__}.step no longer calls get_grad_norm: gradients that are not finite would "

@@ -59,8 +59,10 @@ def not_filled(
 
     transformers itself loads tensors of the same names and shapes that take no memory.
     """
+    # Tensors of the right shapes, all of one number.
     dtype = config.dtype or torch.float32
     nothing = {name: torch.zeros((), dtype=dtype).expand(shape) for name, shape in shapes.items()}
+    # transformers loads them quietly and says what was missing.
     before, showed_progress = get_verbosity(), is_progress_bar_enabled()
     set_verbosity_error()  # it reports the same
     disable_progress_bar()  # nothing is loaded
@@ -78,6 +80,7 @@ def not_filled(
         set_verbosity(before)
         if showed_progress:
             enable_progress_bar()
+    # Its findings, a line each.
     lines = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     return lines + [
         f"{name} is {tuple(shape)}, but config.json gives {tuple(expected)}"

@@ -39,14 +39,14 @@ ALWAYS_ON_FLAGS = {
 """Flags of other launchers whose feature is always on here."""
 TRAINER_NAMES = {
     "--bf16": "--precision bf16",
-    "--epochs": "--train-samples or --train-iters",
+    "--epochs": "--train-epochs",
     "--freeze-vision": "model.freeze_vision_model=true, which is the default",
     "--gradient-accumulation-steps": "--global-batch-size, the samples of one optimizer step",
     "--learning-rate": "--lr",
     "--logging-steps": "--log-interval",
     "--max-steps": "--train-iters",
     "--model-name-or-path": "--megatron-load-dir, a folder that import-hf writes",
-    "--num-train-epochs": "--train-samples or --train-iters",
+    "--num-train-epochs": "--train-epochs",
     "--output-dir": "--save-dir",
     "--per-device-train-batch-size": "--micro-batch-size",
     "--save-steps": "--save-interval",

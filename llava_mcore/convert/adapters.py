@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,25 +12,47 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adapter_record import Base, read_base, read_plans
-from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
-from llava_mcore.adapters.factors import CHILD, is_adapter
+from llava_mcore.adapters.factors import CHILD, is_adapter, load_adapters
 from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers, model_layers
 from llava_mcore.adapters.lora import Factors
-from llava_mcore.adapters.merge import Matrices, merged
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX
 from llava_mcore.adapters.targets import LoraSettings, own_parameters
 from llava_mcore.checkpoint.dist import stored_tensors
 from llava_mcore.checkpoint.layout import hf_folder
+from llava_mcore.convert.io.parameters import meta_model
 from llava_mcore.convert.megatron_weights import EMBEDDING, OUTPUT
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.meta import meta_model
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name, whole_names
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.weights.table import MappingTable
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """One adapter on one Hugging Face layer: A [r, h], B [o, r], the factor, DoRA's magnitudes [o] or None; fp32."""
+
+    A: Tensor
+    B: Tensor
+    scaling: float
+    magnitude: Tensor | None = None
+
+
+@torch.no_grad()
+def merged(weight: Tensor, adapters: Iterable[Matrices]) -> Tensor:
+    """Return a weight [o, h] with adapters added one after the other, in its own dtype."""
+    result = weight.clone()
+    for adapter in adapters:
+        delta = adapter.B @ adapter.A * adapter.scaling
+        if adapter.magnitude is None:
+            result += delta
+            continue
+        norm = torch.linalg.norm(weight + delta, dim=1)
+        result = ((adapter.magnitude / norm).view(-1, 1) * (result + delta)).to(weight.dtype)
+    return result
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import torch
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import recorded
-from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.identity import read_manifest
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import tower_divides
 from llava_mcore.convert.import_hf import model_and_table, open_folder
 from llava_mcore.convert.jobs import compare_digests
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
 from llava_mcore.errors import CheckpointError, ConversionError, problems
-from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.models.architectures.hf_config import model_dims
 from llava_mcore.parallel.groups import single_process
 
@@ -51,6 +51,7 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
         CheckpointError: it is not a readable checkpoint of this model.
         ConversionError: lists every tensor that differs.
     """
+    # Both sides, by names and shapes.
     checkpoint, iteration = layout.latest_readable(megatron_dir)
     if holds_adapters(checkpoint):
         raise CheckpointError(
@@ -60,7 +61,8 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
     side = HfSide.of_checkpoint(checkpoint, hf_dir)
     infos, manifest = side.infos, read_manifest(side.files)
     cast = None if manifest is None or manifest.dtype is None else getattr(torch, manifest.dtype)
-    folder = hf_files.HfFolder.open(hf_dir)
+    folder = HfFolder.open(hf_dir)
+    # Names first, then values, one tensor at a time.
     differences = [f"{name}: only in {hf_dir}" for name in sorted(folder.tensors.keys() - infos.keys())]
     differences += [f"{name}: only in {checkpoint}" for name in sorted(infos.keys() - folder.tensors.keys())]
     with single_process():
@@ -72,6 +74,7 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
                 differences += _difference(name, megatron_tensor, hf_tensor if keeps_dtype else hf_tensor.to(cast))
     if differences:
         raise ConversionError(problems(f"iteration {iteration} of {megatron_dir} is not {hf_dir}", differences))
+    # The summary, for a user.
     after = "" if cast is None else f" after a cast to {cast}"
     return (
         f"{megatron_dir}: iteration {iteration} equals {hf_dir} bit for bit{after} "

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.checkpoint import layout
-from llava_mcore.data.encode.text import template_file as chat_template
+from llava_mcore.data.encode import chat_template
 from llava_mcore.errors import ConversionError
-from llava_mcore.files.companions import CONFIG, VOCABULARY_FILES, companion_files
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.weight_files import EXPLICIT
+from llava_mcore.files.hf_files import CONFIG, EXPLICIT, VOCABULARY_FILES, companion_files
+from llava_mcore.files.regular import read_object
 
 MODEL_FILES = (CONFIG, "generation_config.json")
 """Files of a whole model: a tokenizer's folder may have those of another, and an adapter has none."""

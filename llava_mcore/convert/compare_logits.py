@@ -28,14 +28,13 @@ from llava_mcore.compat.transformers import exact_attention, tower_names_in_file
 from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.sound.sound_files import decode_sound, require_libraries, sound_length
+from llava_mcore.data.processors.audio_files import audio_length, decode_audio, require_libraries
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import ConversionError, DataError, problems
-from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.torch_files import why_not_loaded
-from llava_mcore.media.audio_lengths import frames_kept
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
-from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.clip_plan import AudioPlan, frames_kept
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.model_table import detect_names
@@ -103,7 +102,8 @@ def compare_logits(
             ranks cannot divide every layer.
         CheckpointError: the parallel model could not run.
     """
-    folder = hf_files.HfFolder.open(hf_dir)
+    # Refuse what cannot be compared before seconds are spent: memory, layout, length.
+    folder = HfFolder.open(hf_dir)
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
     hf = load_hf_config(hf_dir)
     settle_ties(hf, folder)
@@ -119,6 +119,7 @@ def compare_logits(
             f"{example.name} and its question take {length} tokens, more than the sliding attention window of "
             f"{dims.sliding_window} of {hf_dir}, which is not supported yet: compare with a smaller one"
         )
+    # Hugging Face's model runs here, then Megatron's in processes of their own.
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         job = Path(name)
         expected, modules = _hugging_face(hf, hf_dir, prompt, names)
@@ -126,6 +127,7 @@ def compare_logits(
         torch.save(model | {"tp": tp, "pp": pp, "inputs": prompt.megatron_inputs, "names": names}, job / "job.pt")
         run_world(run_rank, tp * pp, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
+    # Outputs of the modules, which say where a difference begins, and the logits.
     megatron_modules = {key: x for stage in stages for key, x in stage["modules"].items()}
     shared = [key for key in megatron_modules if key in modules]
     wrong = _differences(shared, megatron_modules, modules)
@@ -166,6 +168,7 @@ class _ComparedPrompt:
 
 def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPrompt:
     """Return a question about a picture or sound, from the folder's own processor."""
+    # The processor, and the picture or sound.
     takes_audio = architecture_of(hf).takes_audios
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
@@ -176,12 +179,14 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPromp
         raise ConversionError(
             f"comparing logits needs a {medium} and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
+    # The question, through the chat template if there is one.
     kind, asked = ("audio", _SOUND_PROMPT) if takes_audio else ("image", _PROMPT)
     text = f"{processor.audio_token if takes_audio else processor.image_token}\n{asked}"
     if processor.chat_template is not None:
         content = [{"type": kind}, {"type": "text", "text": asked}]
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    if architecture_of(hf).pads_pictures:
+    # Tokens and pixels as transformers makes them; a class that pads pictures gets no tiles.
+    if architecture_of(hf).pads_images:
         processor.image_processor.do_image_splitting = False
     kwargs = (
         {"audio": wave, "sampling_rate": processor.feature_extractor.sampling_rate}
@@ -190,6 +195,7 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPromp
     )
     processed = processor(text=text, return_tensors="pt", **kwargs)
     hf_inputs = {name: x for name, x in processed.items() if name != "attention_mask"}
+    # The same as fields of our batches.
     num_kept: dict[int, int] = {}
     try:
         if wave is not None:
@@ -209,8 +215,8 @@ def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArra
     """Return a sound file as training decodes it, [samples]. DataError if it cannot be used."""
     require_libraries()
     data, plan = file.read_bytes(), AudioPlan(hf, processor.feature_extractor)
-    plan.audio_tokens([sound_length(data, plan.sampling_rate)])
-    return decode_sound(data, plan.sampling_rate)
+    plan.audio_tokens([audio_length(data, plan.sampling_rate)])
+    return decode_audio(data, plan.sampling_rate)
 
 
 def _hugging_face(
@@ -242,7 +248,7 @@ def _report(
     difference: float,
     largest: float,
     wrong: list[tuple[str, float]],
-    folder: hf_files.HfFolder,
+    folder: HfFolder,
     checkpoint: Path,
     hf_dir: Path,
 ) -> str:

@@ -13,17 +13,16 @@ from llava_mcore.adapters.peft_config import CONFIG, write_config
 from llava_mcore.adapters.peft_tensors import WEIGHTS
 from llava_mcore.adapters.vllm_rules import vllm_problems, with_one_scale
 from llava_mcore.checkpoint import layout
-from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.identity import read_manifest
 from llava_mcore.convert.adapters import CheckpointAdapters
 from llava_mcore.convert.companions import text_companions
 from llava_mcore.convert.jobs import compare_digests
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.companions import copy_files
-from llava_mcore.files.direct_writer import Writer
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.safetensors_writer import plan_file, write_tensors
-from llava_mcore.files.tensor_bytes import as_bytes, sha256
+from llava_mcore.files.atomic import written_beside
+from llava_mcore.files.hf_files import copy_files
+from llava_mcore.files.hf_folder import HfFolder, plan_file, write_tensors
+from llava_mcore.files.regular import read_object
+from llava_mcore.files.tensor_bytes import Writer, as_bytes, sha256
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.weights.table import MappingTable
 
@@ -78,17 +77,19 @@ def write_peft_folder(
     Raises:
         ConversionError: no adapter of that name, or nothing says what the base model is.
     """
+    # The tensors, scaled so that vLLM computes the same where that changes no bits.
     plan, base = adapters.plan(options.adapter), options.base_model or _imported(adapters.base, checkpoint)
     dtype = options.dtype or adapters.dtype
     written, factors = with_one_scale(plan, may_change_b=dtype != torch.float16)  # where small numbers lose bits
     tensors = {key: x.to(dtype) for key, x in adapters.peft_tensors(plan, factors).items()}
     file = plan_file(Path(WEIGHTS), {key: (x.dtype, tuple(x.shape)) for key, x in tensors.items()})
-    with hf_files.written_beside(target, num_bytes=file.size, activity="the export") as partial:
+    # Weights, config and tokenizer; the folder appears when all are there and verified.
+    with written_beside(target, num_bytes=file.size, activity="the export") as partial:
         write_tensors(file.moved_to(partial / WEIGHTS), tensors.items())
         write_config(partial, written, adapters.layers, base, architecture_of(adapters.hf).model_class)
         copy_files(text_companions(options.tokenizer_dir or layout.hf_folder(checkpoint)), partial)
         if verify:
-            file_again = hf_files.HfFolder.of_file(partial / WEIGHTS)
+            file_again = HfFolder.of_file(partial / WEIGHTS)
             actual = {name: sha256((file_again.where(name),)) for name in file_again.tensors}
             expected = {name: sha256(x) for name, x in tensors.items()}
             compare_digests(actual, expected, title="the file does not hold what the checkpoint does")
@@ -119,7 +120,7 @@ def write_merged(adapters: CheckpointAdapters, table: MappingTable, folder: Path
     Args:
         table: of the folder.
     """
-    weights, digests = hf_files.HfFolder.open(folder), {}
+    weights, digests = HfFolder.open(folder), {}
     with Writer() as writer:
         for name, tensor in adapters.merged_tensors(weights, table):
             at = weights.where(name)

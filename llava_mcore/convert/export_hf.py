@@ -13,21 +13,20 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from llava_mcore.adapters.adapter_record import holds_adapters
 from llava_mcore.checkpoint import layout
-from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.identity import read_manifest
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.adapters import CheckpointAdapters
 from llava_mcore.convert.companions import model_companions, update_config
 from llava_mcore.convert.export_adapter import PeftFolder, check_adapter_options, write_merged, write_peft_folder
-from llava_mcore.convert.jobs import compare_digests, export_all, hash_files
+from llava_mcore.convert.io.export_jobs import export_all, hash_files
+from llava_mcore.convert.jobs import compare_digests
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.companions import copy_files
-from llava_mcore.files.direct_writer import Writer
-from llava_mcore.files.safetensors_writer import PlannedFile, plan_file
-from llava_mcore.files.tensor_bytes import as_bytes, sha256
-from llava_mcore.files.weight_files import SINGLE, write_index
+from llava_mcore.files.atomic import require_absent, written_beside
+from llava_mcore.files.hf_files import SINGLE, copy_files, write_index
+from llava_mcore.files.hf_folder import HfFolder, PlannedFile, plan_file
+from llava_mcore.files.tensor_bytes import Writer, as_bytes, sha256
 from llava_mcore.models.architectures.hf_config import model_dims
 from llava_mcore.parallel.groups import single_process
 
@@ -79,9 +78,11 @@ def export_hf(
     Raises:
         CheckpointError, ConversionError, ConfigError: nothing was written, or it was removed again.
     """
-    hf_files.require_absent(Path(hf_dir), activity="the export")
+    # What is read, and whether its adapters go with the options.
+    require_absent(Path(hf_dir), activity="the export")
     checkpoint, iteration = layout.latest_readable(Path(megatron_dir))
     check_adapter_options(checkpoint, merge=merge, adapter=adapter, base_dir=base_dir, base_model=base_model)
+    # How it is written.
     how = _FolderExport(
         tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify
     )
@@ -132,6 +133,7 @@ def _export(
         say: called with lines for the user.
         is_import: whether the checkpoint was imported, not trained.
     """
+    # 1. Adapters: written alone, or merged into the weights that they belong to.
     adapters, base, companions = None, checkpoint, None
     if holds_adapters(checkpoint):
         verified(checkpoint)
@@ -140,14 +142,16 @@ def _export(
             write_peft_folder(adapters, checkpoint, hf_dir, peft, verify=how.verify, say=say)
             return
         base, companions = adapters.base.found_at(base_dir), layout.hf_folder(checkpoint)
+    # 2. Everything is planned from metadata: files, sizes and what is copied.
     side = _hf_side(base, how.hf_config, tp=how.tp, pp=how.pp)
     copied = model_companions(companions or side.files, how.tokenizer_dir)
     with single_process():
         weights = CheckpointWeights(side, base, how.tp)
     files = planned_files(weights, how.dtype, how.max_shard_size)
     room = sum(x.size for x in files.values()) + sum(x.stat().st_size for x in copied.values())
+    # 3. Weights are written and, if wanted, read back.
     verified(base)
-    with hf_files.written_beside(hf_dir, num_bytes=room, activity="the export") as target:
+    with written_beside(hf_dir, num_bytes=room, activity="the export") as target:
         digests = _write_weights(weights, files, target, how)
         if adapters is not None:
             digests |= write_merged(adapters, weights.table, target, hashed=how.verify)
@@ -155,6 +159,7 @@ def _export(
             _verify(target, digests, workers=how.workers)
             if is_import and how.dtype is None and adapters is None:
                 _compare_with_import(side.files, digests)
+        # 4. Config, tokenizer and processor; config.json says what the weight files are.
         trained = weights.trained_names()
         dtypes = {x for name, x in weights.dtypes(how.dtype).items() if name in trained}
         copy_files(copied, target)
@@ -232,7 +237,7 @@ def _write_weights(
 
 def _verify(target: Path, expected: dict[str, str], *, workers: int) -> None:
     """Read the written files and compare them with the tensors of the checkpoint."""
-    folder = hf_files.HfFolder.open(target)
+    folder = HfFolder.open(target)
     actual = hash_files("verify", {name: folder.where(name) for name in folder.tensors}, workers=workers)
     compare_digests(actual, expected, title="the files differ from the checkpoint")
 

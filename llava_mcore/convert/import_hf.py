@@ -12,21 +12,20 @@ from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import write_checksums
-from llava_mcore.checkpoint.manifest import make_manifest, write_manifest
+from llava_mcore.checkpoint.identity import make_manifest, write_manifest
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.io.import_jobs import write_file
-from llava_mcore.convert.io.parameters import check_shard_rules, parameter_shapes, planned_weights
+from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, planned_weights
 from llava_mcore.convert.io.streamed_save import save_streamed
 from llava_mcore.convert.jobs import compare_digests, run_with_progress
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
 from llava_mcore.errors import ConfigError, ConversionError, problems
-from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.companions import companion_files, copy_companions
-from llava_mcore.files.safetensors_writer import plan_file, write_tensors
+from llava_mcore.files.atomic import require_absent, written_beside
+from llava_mcore.files.hf_files import companion_files, copy_companions
+from llava_mcore.files.hf_folder import HfFolder, plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import sha256
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.decoder import padded_vocab_size
-from llava_mcore.models.meta import meta_model
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties, write_ties
@@ -70,26 +69,33 @@ def import_hf(
     """
     hf_dir, megatron_dir = Path(hf_dir), Path(megatron_dir)
     tp, pp = tensor_parallel, pipeline_parallel
-    hf_files.require_absent(megatron_dir, activity="the import")
+    # 1. Config and headers of the folder: the model is known, and tp x pp divides it.
+    require_absent(megatron_dir, activity="the import")
     hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
     with single_process():
+        # 2. The model without memory and its mapping table, which names and shapes of the folder fit.
         model, table = model_and_table(hf, folder, tp=tp)
+        # 3. The plan: pieces of every parameter, and where the values of each are.
         sources = {name: folder.where(name) for name in folder.tensors}
         state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, dtype=dtype)
         room = _room_beside(hf_dir) + sum(x.num_bytes for x in entries)
         room += sum(sources[name].num_bytes for name in table.unused)
-        with hf_files.written_beside(megatron_dir, num_bytes=room, activity="the import") as partial:
+        # 4. A locked, empty folder beside the target, which gets the target's name at the end.
+        with written_beside(megatron_dir, num_bytes=room, activity="the import") as partial:
             checkpoint = layout.iteration_folder(partial, 0)
             checkpoint.mkdir()
+            # 5. The bytes: threads transform, hash and write one file after the other.
             write = functools.partial(run_with_progress, "import", write_file, workers=workers)
             streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
             digests = streamed.digests
             digests |= {copy: digests[original] for copy, original in table.copies.items()}
+            # 6. What belongs to the weights: config, tokenizer, unused tensors, the manifest, checksums.
             digests |= _write_companions(hf, folder, table, checkpoint, tp=tp, pp=pp)
             name = None if dtype is None else str(dtype).removeprefix("torch.")
             manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
             write_manifest(layout.hf_folder(checkpoint), manifest)
             write_checksums(checkpoint, streamed.checksums)
+            # 7. The proof, if it is wanted; then the checkpoint is complete.
             if verify:
                 _verify(checkpoint, digests, tp=tp, workers=workers)
             layout.write_tracker(partial, 0)
@@ -116,7 +122,7 @@ def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int
     compare_digests(actual, expected, title="the checkpoint differs from what was imported")
 
 
-def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf_files.HfFolder]:
+def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, HfFolder]:
     """Read config and headers of a folder and check that the model is known and can be split.
 
     The tower need not divide: ranks may have all of it (`vision_data_parallel`).
@@ -125,7 +131,7 @@ def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf
         ConversionError, ConfigError: lists everything that does not fit.
     """
     hf = load_hf_config(hf_dir)
-    folder = hf_files.HfFolder.open(hf_dir)
+    folder = HfFolder.open(hf_dir)
     folder.warn_of_ignored()
     untrue = settle_ties(hf, folder)
     if untrue is not None:
@@ -136,9 +142,7 @@ def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, hf
     return hf, folder
 
 
-def model_and_table(
-    hf: PretrainedConfig, folder: hf_files.HfFolder, *, tp: int
-) -> tuple[VisionLanguageModel, MappingTable]:
+def model_and_table(hf: PretrainedConfig, folder: HfFolder, *, tp: int) -> tuple[VisionLanguageModel, MappingTable]:
     """Return the model without memory, its vocabulary padded for `tp`, and the folder's table, checked against it.
 
     Process groups of one process must exist.
@@ -154,7 +158,7 @@ def model_and_table(
 
 
 def checked_table(
-    hf: PretrainedConfig, folder: hf_files.HfFolder, megatron_shapes: dict[str, tuple[int, ...]], rows: int
+    hf: PretrainedConfig, folder: HfFolder, megatron_shapes: dict[str, tuple[int, ...]], rows: int
 ) -> MappingTable:
     """Return the folder's table after comparing names, shapes and dtypes with the model.
 
@@ -175,7 +179,7 @@ def checked_table(
 
 
 def _write_companions(
-    hf: PretrainedConfig, folder: hf_files.HfFolder, table: MappingTable, checkpoint: Path, *, tp: int, pp: int
+    hf: PretrainedConfig, folder: HfFolder, table: MappingTable, checkpoint: Path, *, tp: int, pp: int
 ) -> dict[str, str]:
     """Store config, tokenizer, processor and unused tensors in the checkpoint; return the SHA-256 of these tensors."""
     target = layout.hf_folder(checkpoint)

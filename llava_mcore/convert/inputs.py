@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, ProcessorMixin
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.media.clip_plan import AudioPlan
 from llava_mcore.media.media import (
     MediaPlan,
@@ -22,7 +22,6 @@ from llava_mcore.media.media import (
     index_values,
     position_ids,
 )
-from llava_mcore.media.pixels import NO_SCALE
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.architectures.registry import (
     architecture_of,

@@ -14,14 +14,13 @@ from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.checkpoint import layout
-from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.identity import read_manifest
+from llava_mcore.checkpoint.torch_dist_metadata import StoredTensors
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.convert.io.torch_dist_index import StoredTensors
 from llava_mcore.errors import CheckpointError, ConversionError
-from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.safetensors_writer import DTYPES
+from llava_mcore.files.hf_folder import DTYPES, HfFolder
+from llava_mcore.files.regular import read_object
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.model_table import detect_names, mapping_table
@@ -102,7 +101,7 @@ def of_hf(folder: Path) -> Inventory:
         ConversionError: the class or a family is unknown, or the weights are unreadable.
     """
     hf = load_hf_config(folder)
-    weights = hf_files.HfFolder.open(folder)
+    weights = HfFolder.open(folder)
     settle_ties(hf, weights)
     names = detect_names(hf, weights.tensors, source=str(folder))
     table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
@@ -177,7 +176,7 @@ def _carried(companions: Path) -> list[InventoryRow]:
     if not path.is_file():
         return []
     reasons: Mapping[str, str] = read_object(companions / layout.RECORD, CheckpointError).get("unused", {})
-    weights = hf_files.HfFolder.of_file(path)
+    weights = HfFolder.of_file(path)
     return _rows(
         _Tensor(name, VISION, info.shape, DTYPES[info.dtype], "unused", reasons.get(name, ""))
         for name, info in sorted(weights.tensors.items())

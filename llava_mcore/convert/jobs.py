@@ -12,22 +12,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from llava_mcore.convert.io.export_jobs import (
-    EntryExport,
-    EntryRead,
-    Exported,
-    HashTensors,
-    export_entries,
-    hash_tensors,
-)
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.atomic import sync
-from llava_mcore.files.tensor_bytes import TensorAt
-from llava_mcore.files.thread_pool import run_jobs
+from llava_mcore.parallel.cores import run_jobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-JOB_BYTES = 128 << 20
-"""Bytes of one job."""
 
 
 class Sized(Protocol):
@@ -75,35 +64,6 @@ def _bar(title: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=num_bytes)
         yield lambda n: bar.update(task, advance=n)
-
-
-def batches[Item: Sized](items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
-    """Group items, in order, until a job has enough bytes."""
-    waiting: list[Item] = []
-    for item in items:
-        waiting.append(item)
-        if sum(x.num_bytes for x in waiting) >= JOB_BYTES:
-            yield tuple(waiting)
-            waiting = []
-    if waiting:
-        yield tuple(waiting)
-
-
-def export_all(title: str, reads: Sequence[EntryRead], *, hashed: bool, workers: int) -> dict[str, str]:
-    """Write every entry to its targets and return the SHA-256 of each Hugging Face tensor, if `hashed`."""
-    jobs = [EntryExport(batch, hashed) for batch in batches(reads)]
-    return _digests(run_with_progress(title, export_entries, jobs, workers=workers))
-
-
-def hash_files(title: str, tensors: Mapping[str, TensorAt], *, workers: int) -> dict[str, str]:
-    """Return the SHA-256 of tensors in files."""
-    names = {at: name for name, at in tensors.items()}
-    jobs = [HashTensors(tuple((names[at], at) for at in batch)) for batch in batches(list(tensors.values()))]
-    return _digests(run_with_progress(title, hash_tensors, jobs, workers=workers))
-
-
-def _digests(results: Iterator[Exported]) -> dict[str, str]:
-    return {name: digest for result in results for name, digest in result.digests.items()}
 
 
 def compare_digests(actual: Mapping[str, str], expected: Mapping[str, str], *, title: str) -> None:

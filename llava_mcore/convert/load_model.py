@@ -9,8 +9,8 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 import torch
 
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base, read_plans
-from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
+from llava_mcore.adapters.factors import load_adapters
 from llava_mcore.adapters.linear_layers import model_layers
 from llava_mcore.adapters.targets import own_parameters
 from llava_mcore.checkpoint.dist import load_weights
@@ -48,6 +48,7 @@ def load_model(
         CheckpointError: it is not a checkpoint of llava_mcore, is of another model, or contains NaN.
         ConfigError: this process is part of a larger world.
     """
+    # A world of one process, on the GPU if there is one.
     checkpoint = newest_iteration(Path(folder))
     on_cpu = not torch.cuda.is_available()
     model = load_part(join_alone(), checkpoint, dtype=dtype, on_cpu=on_cpu, base_dir=base_dir)
@@ -74,6 +75,7 @@ def load_part(
     Raises:
         CheckpointError: the checkpoint does not fill the model.
     """
+    # The model without values: every value comes from the checkpoint.
     options = ModelOptions(
         params_dtype=dtype,
         tensor_model_parallel_size=groups.tp_size,
@@ -84,6 +86,7 @@ def load_part(
     )
     hf = load_hf_config(hf_folder(checkpoint))
     model = VisionLanguageModel(hf, options, pre_process=groups.is_first_stage, post_process=groups.is_last_stage)
+    # A whole model, or a base model with adapters on it.
     if not holds_adapters(checkpoint):
         raise_together(groups, lambda: load_weights([model], checkpoint))
         return model.eval()

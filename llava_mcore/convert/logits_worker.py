@@ -16,8 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from llava_mcore import log
 from llava_mcore.convert.load_model import load_part
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.media.batch_fields import PIXEL_SCALE
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.probes import Recorder, watch_ours
 from llava_mcore.parallel.batch import longest_media
@@ -78,6 +77,7 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
     Args:
         inputs: input_ids [b, s], position_ids (without them, tokens are counted from 0) and the media.
     """
+    # One micro-batch; what the last stage returns is kept.
     ids, media = inputs["input_ids"], given_media(inputs)
     positions = inputs.get("position_ids", torch.arange(ids.shape[1], device=ids.device).expand(ids.shape))
     out: list[Tensor] = []
@@ -91,6 +91,7 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
 
         return y, collect
 
+    # megatron-core's schedule passes activations between the stages.
     with torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=step,

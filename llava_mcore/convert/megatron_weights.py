@@ -12,18 +12,15 @@ from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.dist import check_model
-from llava_mcore.convert.io.export_jobs import EntryRead, hf_tensors
+from llava_mcore.checkpoint.torch_dist_metadata import StoredParameter, StoredTensors
+from llava_mcore.convert.io.export_jobs import EntryRead, export_all, hash_files, hf_tensors
 from llava_mcore.convert.io.megatron_lm import LegacyTensors, is_legacy
-from llava_mcore.convert.io.parameters import check_shard_rules, parameter_shapes, stored_slices
-from llava_mcore.convert.io.torch_dist_index import StoredParameter, StoredTensors
-from llava_mcore.convert.jobs import export_all, hash_files
+from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, stored_slices
 from llava_mcore.errors import CheckpointError, ConversionError, problems
-from llava_mcore.files import hf_folder as hf_files
-from llava_mcore.files.companions import require_own_files
+from llava_mcore.files.hf_files import SINGLE, has_weights, require_own_files
+from llava_mcore.files.hf_folder import HfFolder, TensorInfo, infos_from_record
 from llava_mcore.files.tensor_bytes import TensorAt
-from llava_mcore.files.weight_files import SINGLE, has_weights
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.meta import meta_model
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties
@@ -45,8 +42,8 @@ class HfSide:
     """
 
     hf: PretrainedConfig
-    infos: dict[str, hf_files.TensorInfo]
-    unused: hf_files.HfFolder
+    infos: dict[str, TensorInfo]
+    unused: HfFolder
     files: Path
 
     @classmethod
@@ -58,8 +55,8 @@ class HfSide:
         """
         folder = layout.hf_folder(checkpoint)
         require_own_files(folder)
-        infos = hf_files.infos_from_record(layout.read_record(checkpoint)["tensors"], folder / layout.RECORD)
-        unused = hf_files.HfFolder.of_file(folder / layout.UNUSED)
+        infos = infos_from_record(layout.read_record(checkpoint)["tensors"], folder / layout.RECORD)
+        unused = HfFolder.of_file(folder / layout.UNUSED)
         return cls(load_hf_config(folder), infos, unused, folder)
 
     @classmethod
@@ -73,10 +70,10 @@ class HfSide:
         """
         hf = load_hf_config(folder)
         if has_weights(folder):
-            weights = hf_files.HfFolder.open(folder)
+            weights = HfFolder.open(folder)
             settle_ties(hf, weights)
             return cls(hf, weights.tensors, weights, folder)
-        return cls(hf, tensors_of_config(hf), hf_files.HfFolder(folder, {}), folder)
+        return cls(hf, tensors_of_config(hf), HfFolder(folder, {}), folder)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path, otherwise: Path) -> HfSide:
@@ -86,7 +83,7 @@ class HfSide:
         return cls.of_folder(otherwise)
 
 
-def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
+def tensors_of_config(hf: PretrainedConfig) -> dict[str, TensorInfo]:
     """Return the tensors of a model's parameters, under llava-hf's names, in one file."""
     rows = hf.text_config.vocab_size
     table = mapping_table(hf, usual_names(hf), hf_tensors=(), padded_vocab_size=rows)
@@ -95,7 +92,7 @@ def tensors_of_config(hf: PretrainedConfig) -> dict[str, hf_files.TensorInfo]:
     infos = {}
     for name, entry in table.entries.items():
         for hf_name, x in entry.to_hf(torch.empty(shapes[name], device="meta")).items():
-            infos[hf_name] = hf_files.TensorInfo(SINGLE, "F32", tuple(x.shape))
+            infos[hf_name] = TensorInfo(SINGLE, "F32", tuple(x.shape))
     return infos
 
 

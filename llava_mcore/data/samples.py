@@ -52,7 +52,7 @@ class Video:
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class Audio:
     """An encoded sound."""
 
     data: bytes
@@ -67,7 +67,7 @@ class Conversation:
     tokens: Any = None
     """The entry that `prepare` has stored in the json (see `stored_tokens`)."""
     videos: tuple[Video, ...] = ()
-    audios: tuple[Sound, ...] = ()
+    audios: tuple[Audio, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     """Functions that the assistant may call, for the chat template."""
 
@@ -93,7 +93,7 @@ class ChatSample(Sample):
 class MediaSpan:
     """An encoded picture, video or sound, and its tokens and position in its conversation."""
 
-    data: bytes | Video | Sound
+    data: bytes | Video | Audio
     start: int
     """Index of its first token in input_ids."""
     tokens: MediaTokens
@@ -110,7 +110,7 @@ class MediaSpan:
         """Size of the encoded media."""
         if isinstance(self.data, Video):
             return sum(map(len, self.data.frames))
-        return len(self.data.data if isinstance(self.data, Sound) else self.data)
+        return len(self.data.data if isinstance(self.data, Audio) else self.data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from llava_mcore.dedup.signature import NUM_PERMUTATIONS, Signature, differing_b
 Match = Literal["sample", "image", "text"]
 """What two samples must share: everything, one image, or the text."""
 BAND_BYTES = 2
-"""Hashes with an equal band of 16 bits are compared. With 16 bands, those that differ in up to 15 bits always have one."""
+"""Hashes with an equal band of 16 bits are compared. Of 16 bands, one is equal if up to 15 bits differ."""
 MAX_BITS = 40
 """Bits of 256 that hashes of the same image may differ in; images are compared themselves afterwards."""
 LARGEST_BUCKET = 200

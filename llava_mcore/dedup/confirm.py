@@ -84,8 +84,8 @@ def difference(one: Small, other: Small) -> float | None:
 
 def small(image: Image.Image) -> Small:
     """Return an image as it is compared."""
-    pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32) / 255
-    return Small(pixels, image.width / image.height)
+    pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX)).astype(np.float32)
+    return Small(pixels / np.float32(255), image.width / image.height)
 
 
 def _contents(read: Callable[[Place], ChatSample], place: Place) -> tuple[str, list[Small]]:

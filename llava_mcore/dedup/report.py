@@ -19,7 +19,7 @@ from llava_mcore.dedup.find import Duplicate, Group
 from llava_mcore.dedup.scan import Library
 from llava_mcore.dedup.signature import Place, images_of
 from llava_mcore.errors import DataError
-from llava_mcore.files.atomic import write_whole
+from llava_mcore.prepare.journal import write_whole
 
 LIST, PAGE, SHEET = "duplicates.jsonl", "duplicates.html", "duplicates.png"
 SHOWN_GROUPS, SHOWN_OF_GROUP, SHOWN_CHARS = 200, 6, 300
@@ -27,8 +27,12 @@ THUMBNAIL = 160
 """Pixels of the longer side of an image on the page, and of a cell of the sheet."""
 SHEET_ROWS = 40
 HEAD = """<!doctype html><meta charset="utf-8"><title>Duplicates</title><style>
-body { font: 14px sans-serif; margin: 2em } section { border-top: 1px solid #ccc; padding: 1em 0; display: flex; gap: 1em }
-figure { margin: 0; width: 180px } figcaption { overflow-wrap: anywhere } .first { font-weight: bold } p { margin: .3em 0 }
+body { font: 14px sans-serif; margin: 2em }
+section { border-top: 1px solid #ccc; padding: 1em 0; display: flex; gap: 1em }
+figure { margin: 0; width: 180px }
+figcaption { overflow-wrap: anywhere }
+.first { font-weight: bold }
+p { margin: .3em 0 }
 </style>"""
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset as TorchDataset
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.loader.datasets import Dataset, open_datasets
 from llava_mcore.data.loader.loader_process import loader_process_init
-from llava_mcore.data.loader.skips import DATA_ERRORS, reason_of
+from llava_mcore.data.loader.sample_problems import DATA_ERRORS, reason_of
 from llava_mcore.data.samples import ChatSample
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.dedup.signature import Place, Signature, signature_of

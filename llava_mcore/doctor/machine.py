@@ -16,8 +16,8 @@ from llava_mcore.compat.triton import NO_COMPILER, can_build_kernels
 from llava_mcore.doctor.imports import last_line, run_limited
 from llava_mcore.doctor.rows import DoctorRow, Status
 from llava_mcore.files.regular import MOST_FILES
-from llava_mcore.launch.gpu_variables import ALLOCATOR, ALLOCATOR_NAMES, GRAPH_REGISTER, LAUNCH_QUEUES
 from llava_mcore.launch.singularity import ENGINES
+from llava_mcore.launch.torchrun_command import ALLOCATOR, ALLOCATOR_NAMES, GRAPH_REGISTER, LAUNCH_QUEUES
 
 GPUS, LIMITS, TOOLS, ENVIRONMENT = "GPUs", "limits", "tools", "environment variables"
 GIB = 1 << 30

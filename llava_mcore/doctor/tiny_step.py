@@ -30,8 +30,7 @@ from llava_mcore import log
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.config.load import load_run_config
 from llava_mcore.doctor.self_test import Comparison, SelfTest
-from llava_mcore.media.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.language.decoder import padded_vocab_size
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.trainable import whole_names
@@ -106,13 +105,9 @@ def _all_reduce_is_right(groups: Groups) -> bool:
 def _config() -> LlavaConfig:
     """Return a LLaVA of CLIP and Llama with a few thousand weights per matrix."""
     vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        patch_size=_PATCH,
-        image_size=_SIDE,
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        patch_size=_PATCH, image_size=_SIDE,
+    )  # fmt: skip
     text = LlamaConfig(
         hidden_size=128,
         intermediate_size=256,
@@ -211,12 +206,14 @@ def _compare(
     impl: Implementation,
 ) -> Comparison:
     """Train one step from transformers' weights, and compare loss and gradients; a collective call."""
+    # A trainer with the same weights as the model of transformers.
     trainer = _trainer(groups, folder, precision, impl)
     expected = _parts(groups, reference.weights())
     with torch.no_grad():
         for name, parameter in whole_names(trainer.models[0]).items():
             parameter.copy_(expected[name])
     trainer.optimizer.reload_model_params()  # the fp32 copies of lower precision
+    # One step, and the gradients that it has left.
     step = _shared_step(groups, batch)
     result = train_step(
         groups, trainer.chunks, trainer.optimizer, trainer.scheduler, step, len(batch.input_ids)

@@ -1,1 +1,1 @@
-"""Bytes on disk."""
+"""Bytes on disk: regular files of untrusted paths, files and folders that appear whole, locks, Hugging Face folders."""

@@ -1,27 +1,116 @@
-"""Weights in a Hugging Face folder: reads headers first, then one memory-mapped tensor at a time."""
+"""Weights in a Hugging Face folder: safetensors files, read and written one tensor at a time.
+
+Headers are read first, then one memory-mapped tensor at a time. A new file is planned from names, dtypes and shapes,
+which determine its header and every offset: several threads can then write its tensors in any order. Tensors are in the
+order of safetensors' own `save_file`, so that the same tensors give the same file.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import json
 import logging
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.files.atomic import sync, sync_tree
-from llava_mcore.files.folder_lock import FolderLock
+from llava_mcore.files.hf_files import INDEX, choose_weight_files, read_config, require_weight_files
 from llava_mcore.files.regular import require_regular
-from llava_mcore.files.safetensors_writer import DTYPES, read_offsets
-from llava_mcore.files.tensor_bytes import TensorAt
-from llava_mcore.files.weight_files import INDEX, choose_weight_files, require_weight_files
+from llava_mcore.files.tensor_bytes import TensorAt, Writer, as_bytes
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+"""safetensors' names of dtypes, in safetensors' order."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """The bytes of the header, the offset of each tensor, and the file's size in bytes."""
+
+    path: Path
+    header: bytes
+    tensors: dict[str, TensorAt]
+    size: int
+
+    def moved_to(self, path: Path) -> PlannedFile:
+        """Return the same plan for another path."""
+        tensors = {name: replace(at, path=path) for name, at in self.tensors.items()}
+        return replace(self, path=path, tensors=tensors)
+
+    def create(self) -> None:
+        """Create the file with its header and full size, without the tensors.
+
+        Raises:
+            OSError: for example, the disk is full.
+        """
+        with self.path.open("xb") as file:
+            file.write(self.header)
+            file.truncate(self.size)
+
+
+def plan_file(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> PlannedFile:
+    """Plan one file. `tensors`: dtype and shape of each name."""
+    order = sorted(tensors, key=lambda name: (-_ORDER[tensors[name][0]], name))
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ends: dict[str, int] = {}
+    end = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        ends[name] = start
+        content[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    placed = {name: TensorAt(path, len(header) + ends[name], *tensors[name]) for name in order}
+    return PlannedFile(path, header, placed, len(header) + end)
+
+
+def read_offsets(path: Path) -> dict[str, int]:
+    """Return the byte offset of each tensor of a safetensors file that has been checked before."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        content = json.loads(file.read(length))
+    first = _LENGTH_BYTES + length
+    return {name: first + x["data_offsets"][0] for name, x in content.items() if name != "__metadata__"}
+
+
+def write_tensors(plan: PlannedFile, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a whole file, one tensor after the other.
+
+    Raises:
+        OSError: for example, the disk is full.
+    """
+    plan.create()
+    with Writer() as writer:
+        for name, tensor in tensors:
+            writer.write(plan.path, plan.tensors[name].offset, as_bytes(tensor))
+
 
 logger = logging.getLogger(__name__)
 
@@ -142,88 +231,11 @@ def infos_from_record(record: Mapping[str, Any], source: Path) -> dict[str, Tens
     return infos
 
 
-def partial_sibling(target: Path) -> Path:
-    """Return an empty folder next to `target` to write into; `publish` renames it."""
-    partial = target.parent / f".{target.name}.partial"
-    if partial.exists():
-        shutil.rmtree(partial)  # left by an interrupted run; nothing else uses this name
-    partial.mkdir(parents=True)
-    return partial
-
-
-def publish(partial: Path, target: Path) -> None:
-    """Rename a finished folder to its final path, so that a partial one is never taken for complete."""
-    sync_tree(partial)
-    if target.exists():
-        target.rmdir()  # an empty folder: `require_absent` has been called
-    os.rename(partial, target)
-    sync(target.parent)
-
-
-def locked(target: Path, *, activity: str) -> FolderLock:
-    """Return the lock for writing to `target`: two writers would delete each other's files."""
-    path = target.parent / f".{target.name}.lock"
-    return FolderLock(
-        path, activity=f"{activity} to {target}", advice="wait for it or stop it, or choose another folder"
-    )
-
-
-@contextlib.contextmanager
-def written_beside(target: Path, *, num_bytes: int, activity: str) -> Iterator[Path]:
-    """Yield an empty folder to write into, which becomes `target` at the end and is removed after an error.
-
-    Args:
-        num_bytes: bytes that will be written.
-        activity: "the import", for messages.
+def require_source(folder: Path) -> None:
+    """Refuse a folder without a readable config.json or readable weights, from headers alone.
 
     Raises:
-        ConversionError: before anything is written, if the disk has not enough space or refuses the folder; or if
-            writing failed.
-        FolderInUse: another process is writing to the target.
+        ConversionError: what is missing or damaged.
     """
-    require_room(target, num_bytes, activity=activity)
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(locked(target, activity=activity))
-            partial = partial_sibling(target)
-        except OSError as error:
-            raise ConversionError(f"{activity} cannot be written to {target}: {error}") from error
-        stack.enter_context(_published(partial, target, num_bytes, activity))
-        yield partial
-
-
-@contextlib.contextmanager
-def _published(partial: Path, target: Path, num_bytes: int, activity: str) -> Iterator[None]:
-    """Rename `partial` to `target` at the end; remove it after an error."""
-    try:
-        yield
-        publish(partial, target)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = f"; it needs {num_bytes / 1e9:.2f} GB, free some or choose another folder" if full else ""
-        raise ConversionError(f"{activity} to {target} failed, and its files were removed: {error}{hint}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def require_room(target: Path, num_bytes: int, *, activity: str) -> None:
-    """Refuse to start if the disk has not enough space.
-
-    Raises:
-        ConversionError: with the needed and the free space.
-    """
-    existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < num_bytes:
-        needed = f"{num_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free"
-        raise ConversionError(f"{target}: {activity} needs {needed} there; free some or choose another folder")
-
-
-def require_absent(target: Path, *, activity: str) -> None:
-    """Refuse to overwrite anything.
-
-    Raises:
-        ConversionError: `target` exists and is not an empty folder.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionError(f"{target} exists and is not empty; {activity} never overwrites: choose another folder")
+    read_config(folder)
+    HfFolder.open(folder)

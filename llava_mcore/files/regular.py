@@ -1,15 +1,21 @@
-"""Reads files of untrusted paths: only regular files of a bounded size."""
+"""Reads files of untrusted paths: only regular files of a bounded size, as bytes, text or JSON objects.
+
+Every error has the file's name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import resource
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from llava_mcore.errors import CheckpointError, DataError, LlavaMcoreError
+from llava_mcore.errors import CheckpointError, DataError, FileError, LlavaMcoreError
 
 _LONGEST_NAME = 255  # bytes, on Linux file systems
 
@@ -126,3 +132,54 @@ def allowed_files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         return limit
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file name to OSErrors of reads and writes, as `open` does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises FileError if it is not UTF-8, OSError if it cannot be read."""
+    try:
+        with naming(path):
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+MAX_JSON = 512 << 20
+"""Maximum size of a JSON file in bytes; the largest tokenizers and indexes have a tenth of that."""
+_KINDS = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+
+
+def read_object(path: Path, kind: type[LlavaMcoreError] = FileError) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Args:
+        kind: the error to raise.
+
+    Raises:
+        LlavaMcoreError: the file does not exist, is not a regular file, is too large or too deeply nested, or is not a
+            JSON object.
+    """
+    return parse_object(read_regular(path, MAX_JSON, kind), str(path), kind)
+
+
+def parse_object(text: str | bytes, where: str, kind: type[LlavaMcoreError] = FileError) -> dict[str, Any]:
+    """Parse a JSON object. Raises `kind` with a message that starts with `where` for anything else."""
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise kind(f"{where}: not valid JSON (nested too deeply)") from error
+    except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
+        raise kind(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise kind(f"{where}: expected a JSON object, found {_KINDS.get(type(content), 'a number')}")
+    return content

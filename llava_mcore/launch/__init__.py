@@ -1,6 +1,13 @@
-"""The three programs of a start, each of which starts the next, and command lines of SLURM and containers.
+"""From the typed command to the processes that train: three programs, each of which starts the next.
 
-`start.py`, where the command was typed: checks (`preflight.py`), locks the run's folders (`run_lock.py`), and starts
-torchrun or submits a job. `torchrun.py`: starts the ranks of one node and ends them. `worker.py`: one rank; it calls
-`training/assembly.py`.
+1. `cli/common.py: main` chooses the command. `cli/train.py: run` reads the configuration, where the command was typed.
+2. `launch/start.py: prepare` checks it on this machine (`launch/preflight.py: preflight`). Nothing is written yet.
+3. `launch/start.py: start` locks the run's folders, writes run.yaml, and starts torchrun as a child
+   (`processes/control.py: run_child`).
+4. `launch/torchrun.py: main` starts the ranks of this node. It passes signals on to them, and ends all when one fails.
+5. `launch/worker.py: main` is one rank. It reads run.yaml, assembles the training loop and runs it; the walk continues
+   in `training/__init__.py`.
+
+With --submit, step 3 is another: `launch/slurm.py: batch_file` has the same command for a job. With --sif-path, step 1
+runs the same command again inside an image (`launch/singularity.py: rerun_in_container`).
 """

@@ -13,7 +13,7 @@ from llava_mcore.config.rules.all_rules import check_devices, check_run
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.errors import LlavaMcoreError, os_error_text
+from llava_mcore.errors import ConfigError, DataError, LlavaMcoreError, os_error_text
 from llava_mcore.inference.evaluation.languages import require_libraries
 from llava_mcore.launch.nodes import check_gpu_ids, check_interface
 from llava_mcore.launch.singularity import require_image
@@ -48,6 +48,33 @@ def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
     return run.model_copy(update=sections), per_node * num_nodes
 
 
+def with_epochs(run: RunConfig) -> RunConfig:
+    """Return a run by epochs with the number of samples in an epoch; others are left as they are.
+
+    Raises:
+        DataError: the data cannot be opened, or has no epochs.
+        ConfigError: training.epoch_samples is another number than that of the data.
+    """
+    training = run.training
+    if training.train_epochs is None or run.data.path is None:
+        return run
+    from llava_mcore.data.loader.datasets import samples_per_epoch
+    from llava_mcore.data.storage.dataset_path import check_dataset
+
+    check_dataset(run.data.path)
+    try:
+        count = samples_per_epoch(run.data.path)
+    except DataError:
+        if training.epoch_samples is None:
+            raise
+        return run
+    if training.epoch_samples not in (None, count):
+        raise ConfigError(
+            f"training.epoch_samples is {training.epoch_samples}, but an epoch of {run.data.path} has {count}: omit it"
+        )
+    return run.model_copy(update={"training": training.model_copy(update={"epoch_samples": count})})
+
+
 def _absolute[T](path: T | None) -> T | Path | None:
     """Return an absolute path; URLs are left as they are."""
     return path.absolute() if isinstance(path, Path) else path
@@ -71,10 +98,12 @@ def preflight(
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
     from llava_mcore.training.assets import run_assets
 
+    # The machine: its GPUs, packages and network.
     errors: list[str] = check_devices(run.launch.num_gpus, gpu_count)
     if not in_image:
         errors += _missing_libraries(run)
     errors += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
+    # The checkpoint to start from, and its model.
     dims: ModelDims | None = None
     source = ""
     with collecting(errors):
@@ -86,6 +115,7 @@ def preflight(
         dims = model_dims(hf)
         if start.checkpoint is not None:
             adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    # The data, and what is done with it.
     with collecting(errors):
         check_dataset(run.data.path)
         if run.validation.eval_interval is not None or run.validation.eval_generate is not None:
@@ -94,6 +124,7 @@ def preflight(
         check_choice(run.data.chat_template)
     with collecting(errors):
         Augmentation(run.data.augment)
+    # Tokenizer and processors, once everything that they are read from is right.
     if dims is not None and not errors:
         with collecting(errors), _without_messages():
             assets = run_assets(run, start.hf_dir)
@@ -114,10 +145,12 @@ def preflight_of_job(
     assert run.launch.sif_path is not None
     with collecting(errors):
         require_image(run.launch.sif_path)
+    # All checks of a run, where this machine has the libraries for them.
     try:
         return [*errors, *preflight(run, world_size, gpu_count, typed, in_image=True)], []
     except ModuleNotFoundError as error:
         package = error.name
+    # Else only whether the folders exist, and the rules that need no model.
     folders = {
         "--megatron-load-dir": run.checkpoint.load,
         "--data-path": run.data.path,
@@ -171,10 +204,10 @@ def _without_messages() -> Iterator[None]:
 def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
     """Return what is wrong with resuming a finished run: nothing would be trained or saved."""
     num_iterations = run.training.num_iterations
-    if start.iteration < num_iterations:
+    if start.iteration < num_iterations or not num_iterations:
         return []
     reached = f"{start.checkpoint} has reached iteration {start.iteration} of {num_iterations}"
-    more = "raise --train-iters or --train-samples, which count the whole run, to continue"
+    more = "raise --train-iters, --train-samples or --train-epochs, which count the whole run, to continue"
     if start.kind == "load":
         more += "; or omit --load-optim the first time, to start a new run with its weights"
     return [f"{reached}: {more}"]

@@ -64,6 +64,7 @@ def container_argv(
     Raises ConfigError for folders and values that the engine's --bind and --env, which are lists separated by commas,
     cannot express.
     """
+    # The engines split --bind and --env at commas.
     errors = [
         f"{path}: the container engine does not support a folder with {match[0]!r} in its name: rename it"
         for path in binds
@@ -76,6 +77,7 @@ def container_argv(
     ]
     if errors:
         raise ConfigError(problems("The container cannot be started", errors))
+    # The current folder stays the same inside, so relative paths do too.
     return [
         engine,
         "exec",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+import signal
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,18 @@ from typing import Any
 from llava_mcore.config.load import as_run_config, save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.files.text_files import naming
-from llava_mcore.launch import sbatch
+from llava_mcore.files.folder_lock import FolderLock
+from llava_mcore.files.regular import naming
+from llava_mcore.launch import slurm
+from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import preflight, preflight_of_job, resolve
-from llava_mcore.launch.run_lock import RunLock
-from llava_mcore.launch.slurm import describe, read_job
+from llava_mcore.launch.preflight import collecting, preflight, preflight_of_job, resolve, with_epochs
+from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
 
 WORKER = "llava_mcore.launch.worker"
+LOCK_FILE = ".lock"
 
 
 def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
@@ -69,7 +73,19 @@ class Launch:
         return (
             f"{self.nodes.count} x {per_node} processes = tp {tp} x pp {pp} x dp {dp}; "
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per iteration; "
-            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}"
+            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}{self._length}"
+        )
+
+    @property
+    def _length(self) -> str:
+        """The length of a run by epochs, on a line of its own; else nothing."""
+        training = self.run.training
+        if training.samples_to_read is None:
+            return ""
+        limit = "at most " if self.run.data.packing else ""
+        return (
+            f"\n{training.train_epochs:g} epochs of {training.epoch_samples:,} samples = "
+            f"{training.samples_to_read:,} samples: {limit}{training.num_iterations:,} iterations"
         )
 
 
@@ -86,7 +102,11 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     nodes = find_nodes(typed.launch, os.environ)
     launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
     run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
-    errors = [*preflight(run, world_size, gpu_count, keys), *_without_submit(keys)]
+    errors: list[str] = []
+    with collecting(errors):
+        run = with_epochs(run)
+    others = preflight(run, world_size, gpu_count, keys)
+    errors = [*others, *(error for error in errors if error not in others), *_without_submit(keys)]
     if errors:
         raise ConfigError(problems("The run cannot start", errors))
     config_file = run.run_dir / "run.yaml"
@@ -105,6 +125,7 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         ConfigError: a folder cannot be written to; or, at the end, another run has taken it over.
     """
     run = launch.run
+    # The environment of the workers, with defaults for what the user has not set.
     environment = worker_env(
         os.environ,
         run.launch.num_gpus,
@@ -113,9 +134,11 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         interface=run.launch.interface,
         gpu_ids=run.launch.chosen_gpus,
     )
+    # From here on no other run may use the folders. The workers read run.yaml.
     with RunLock(run, launch.nodes).hold():
         with naming(launch.config_file):
             save_run_config(run, launch.config_file)
+        # What a user wants to know before the first iteration.
         for notice in notices:
             print(notice, flush=True)
         print(launch.layout, flush=True)
@@ -124,7 +147,10 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         job = read_job(os.environ)
         if job is not None and launch.nodes.rank == 0:
             print(describe(job), flush=True)
-        return run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
+        code = run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
+        for line in last_lines(run, code) if launch.nodes.rank == 0 else ():
+            print(line, flush=True)
+        return code
 
 
 def _without_submit(keys: Collection[str]) -> list[str]:
@@ -170,8 +196,16 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
         raise ConfigError(problems("The run cannot start", errors))
     if run.checkpoint.unsaved is not None:
         notes.append(run.checkpoint.unsaved)
-    text = sbatch.batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus)
-    return BatchJob(run.run_dir / sbatch.FILE, text, tuple(notes))
+    cpus = _cpus_per_node(run)
+    text = batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus, cpus=cpus)
+    return BatchJob(run.run_dir / BATCH_FILE, text, tuple(notes))
+
+
+def _cpus_per_node(run: RunConfig) -> int:
+    """Return the number of a node's training and loader processes, if the replicas are divided evenly over nodes."""
+    parallel, per_node = run.parallel, run.launch.num_gpus
+    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return per_node + run.data.num_workers * -(-per_node // replica)
 
 
 def submit(job: BatchJob) -> str:
@@ -183,7 +217,7 @@ def submit(job: BatchJob) -> str:
     job.file.parent.mkdir(parents=True, exist_ok=True)
     with naming(job.file):
         job.file.write_text(job.text, encoding="utf-8")
-    return sbatch.submit(job.file)
+    return slurm.submit(job.file)
 
 
 def _count_gpus() -> int:
@@ -191,3 +225,63 @@ def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+class RunLock:
+    """The locks on a run's folders: two runs with the same name would overwrite each other's checkpoints and metrics.
+
+    The first node's launcher holds them; each node's holds those on its own disk.
+
+    The other nodes check whether the first node's run may start, and end with the same message if not.
+    """
+
+    def __init__(self, run: RunConfig, nodes: Nodes) -> None:
+        """The locks are acquired in `hold`."""
+        self._lost: list[str] = []
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        self._group = f"{nodes.run_id} {restarts} {nodes.master_addr}:{nodes.port}" if nodes.count > 1 else None
+        shared = [run.run_dir]
+        if run.checkpoint.non_persistent_dir is not None:
+            shared.append(run.non_persistent_dir)
+        own_files = [self._of(folder / LOCK_FILE) for folder in shared]
+        self._looked_at, self._held = ([], own_files) if nodes.rank == 0 else (own_files, [])
+        if run.checkpoint.non_persistent_local_dir is not None:
+            folder = run.checkpoint.non_persistent_local_dir / run.name
+            self._held.append(self._of(folder / f"{LOCK_FILE}-node{nodes.rank}"))
+
+    def _of(self, path: Path) -> FolderLock:
+        return FolderLock(
+            path,
+            activity=str(path.parent),
+            advice="wait for it or stop it, or give this run another --name",
+            group=self._group,
+            say=lambda line: print(line, flush=True),
+            lost=self._end,
+            job_has_ended=job_has_ended,
+        )
+
+    def _end(self, line: str) -> None:
+        self._lost.append(line)
+        os.kill(os.getpid(), signal.SIGQUIT)  # forwarded to torchrun, which ends all ranks
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the locks.
+
+        Raises:
+            FolderInUse: another run is in one of the folders.
+            ConfigError: a folder cannot be written to; or, at the end, another run has taken a lock over.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                for lock in self._looked_at:
+                    with naming(lock.path):
+                        lock.require_free()
+                for lock in self._held:
+                    with naming(lock.path):
+                        stack.enter_context(lock)
+            except OSError as error:
+                raise ConfigError(f"the run's folder cannot be written to: {error}") from error
+            yield
+        if self._lost:
+            raise ConfigError(f"{self._lost[0]}; this run was stopped")

@@ -20,8 +20,7 @@ import psutil
 
 from llava_mcore.compat.torchrun import limit_closing
 from llava_mcore.errors import HUNG
-from llava_mcore.processes.control import FORWARDED, STOP, STOPPED_EARLY, exit_now
-from llava_mcore.processes.messages import with_messages
+from llava_mcore.processes.control import FORWARDED, STOP, STOPPED_EARLY, exit_now, with_messages
 
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a run at once; the others ask it to save first."""

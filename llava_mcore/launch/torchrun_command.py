@@ -6,8 +6,20 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from llava_mcore.launch.checkout import python_path
-from llava_mcore.launch.gpu_variables import ALLOCATOR, ALLOCATOR_NAMES, GRAPH_REGISTER, LAUNCH_QUEUES
 from llava_mcore.launch.nodes import ONE_MACHINE, Nodes
+
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables for torch's memory allocators: the current and the older name."""
+ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""The number of pictures, and so the size of tensors, differs from batch to batch: without expandable segments much of
+a GPU's memory is lost to fragmentation. Eight threads pin the host memory for saves in the background: one takes more
+than twice as long."""
+LAUNCH_QUEUES = ("CUDA_SCALE_LAUNCH_QUEUES", "4x")
+"""CUDA lets the host queue about a thousand kernels. The backward pass of a vision tower alone has as many short ones,
+after which the host would be late with the next forward pass."""
+GRAPH_REGISTER = ("NCCL_GRAPH_REGISTER", "0")
+"""Otherwise NCCL registers the memory of messages that CUDA graphs capture. megatron-core 0.19.2 refuses graphs with
+that and expandable segments, because of illegal memory accesses."""
 
 
 def torchrun_argv(num_processes: int, module: str, arguments: Sequence[str], nodes: Nodes = ONE_MACHINE) -> list[str]:
@@ -53,16 +65,19 @@ def worker_env(
     On the CPU the ranks share the cores; with a GPU one thread is enough, and torchrun warns if it is not set.
     `gpu_ids` are indices of the GPUs that `environ` shows; empty means all.
     """
+    # What holds on every machine: threads, and a package that can be imported.
     threads = 1 if device_available else max(1, cpu_cores // num_processes)
     env = {"OMP_NUM_THREADS": str(threads), **environ}
     path = python_path(environ.get("PYTHONPATH"))
     if path is not None:
         env["PYTHONPATH"] = path
+    # Settings for GPUs, of which the reasons are at the top of this file.
     if device_available:
         env.setdefault(*LAUNCH_QUEUES)
         env.setdefault(*GRAPH_REGISTER)
         if not any(name in environ for name in ALLOCATOR_NAMES):
             env[ALLOCATOR_NAMES[0]] = ALLOCATOR
+    # Choices of the user: network interface and GPUs.
     if interface is not None:
         env |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     if gpu_ids:

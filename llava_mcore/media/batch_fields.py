@@ -1,6 +1,7 @@
 """The named tensors that carry pictures and sound from the loader's processes to the model.
 
-Each architecture lists the fields of its batches; collation, padding and broadcasts only read `Field`.
+Each architecture lists the fields of its batches; collation, padding and broadcasts only read `Field`. Pixels are sent
+as bytes, and normalized on the device that computes with them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ The connector returns features in this order, and FEATURE_POSITIONS are in it to
 POSITION_ROWS, POSITION_WEIGHTS = "position_rows", "position_weights"
 """The position embedding of a patch is a weighted sum of four rows of the tower's table; without weights, one row."""
 
-PICTURE_FIELDS: Fields = {
+IMAGE_FIELDS: Fields = {
     PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),
     PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
     FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
@@ -91,7 +92,7 @@ TABLE_PATCH_FIELDS: Fields = {
 """The same for a tower that looks up the position of a patch in its table."""
 
 
-SOUND_FIELDS: Fields = {
+AUDIO_FIELDS: Fields = {
     PIXEL_VALUES: Field((torch.float32,), (None,)),
     PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
     FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
@@ -133,3 +134,36 @@ def media_work(media: Mapping[str, Tensor]) -> MediaWork:
 
 def _sum_of_squares(x: Tensor) -> int:
     return int(x.long().square().sum())
+
+
+NO_SCALE = torch.empty(0, 3)
+"""The scale of pixel values that are already normalized."""
+
+
+def normalize(pixels: Tensor, scale: Tensor) -> Tensor:
+    """Return float32 pixel values bitwise equal to those of Hugging Face's image processors.
+
+    They fold rescaling into mean and standard deviation: (x / 255 - mean) / std is (x - 255 mean) / (255 std).
+
+    Args:
+        pixels: tiles [k, 3, h, w] or patches [n, 3 * f]; uint8, or float32 that is already normalized.
+        scale: float32 [2, 3], mean and standard deviation of each channel for values of 0 to 255; unused for float32.
+    """
+    if pixels.dtype != torch.uint8:
+        return pixels
+    if pixels.ndim == 2:
+        mean, std = scale[:, :, None]
+        return pixels.unflatten(1, (3, -1)).float().sub_(mean).div_(std).flatten(1)
+    mean, std = scale[:, :, None, None]
+    # Loaders return channels_last, for which other convolution kernels with other rounding would be used.
+    return pixels.contiguous().float().sub_(mean).div_(std)
+
+
+def in_memory(pixels: Tensor) -> Tensor:
+    """Return tiles [k, 3, h, w] with the channels last, as the loader's are in memory; patches as they are."""
+    return pixels.permute(0, 2, 3, 1) if pixels.ndim == 4 else pixels
+
+
+def as_used(pixels: Tensor) -> Tensor:
+    """The inverse of `in_memory`."""
+    return pixels.permute(0, 3, 1, 2) if pixels.ndim == 4 else pixels

@@ -20,7 +20,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from llava_mcore.media.batch_fields import FEATURE_POSITIONS, PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, IMAGE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 
 Size = tuple[int, int]
 """Height and width of a picture in pixels, after its EXIF rotation."""
@@ -125,16 +125,14 @@ def index_values(fields: Fields, media: Sequence[MediaTokens], starts: Sequence[
     }
 
 
-def position_ids(
-    length: int, pictures: Sequence[MediaTokens], starts: Sequence[int], num_axes: int
-) -> NDArray[np.int64]:
+def position_ids(length: int, images: Sequence[MediaTokens], starts: Sequence[int], num_axes: int) -> NDArray[np.int64]:
     """Return the positions [axes, n] of a conversation of `length` tokens: text counts on along all axes equally.
 
     Args:
         starts: the first token of each picture.
     """
     positions = np.tile(np.arange(length), (num_axes, 1))
-    for item, start in zip(pictures, starts, strict=True):
+    for item, start in zip(images, starts, strict=True):
         if item.positions is None:
             continue
         first, end = int(positions[0, start]), start + len(item)
@@ -178,16 +176,16 @@ class MediaPlan(ABC):
     """Changes to the text around pictures; the tokens of a picture are only those that replace its placeholder."""
 
     def pixels(
-        self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles [tiles, 3, h, w] of some pictures of one conversation, by its image processor.
 
         Args:
-            pictures: RGB, upright.
+            images: RGB, upright.
             tokens: the result of `tokens` for each of them.
             options: of the call of the processor.
         """
-        return processor(images=list(pictures), return_tensors="pt", **options)["pixel_values"]
+        return processor(images=list(images), return_tensors="pt", **options)["pixel_values"]
 
     def processed_pixels(
         self, processed: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
@@ -255,15 +253,15 @@ class SameTokens(MediaPlan):
 
     def __init__(self, image_token_id: int, num_tokens: int, num_patches: int) -> None:
         """num_tokens, num_patches: of a picture, in the language model and in the tower."""
-        self.image_token_id, self.fields = image_token_id, PICTURE_FIELDS
+        self.image_token_id, self.fields = image_token_id, IMAGE_FIELDS
         self.any_size, self.tokens_per_tile = False, num_tokens
         ids = np.full(num_tokens, image_token_id, dtype=np.int64)
         self.patches_per_tile = num_patches
-        self._picture = MediaTokens(ids, 1, num_patches, num_tokens, {FEATURE_POSITIONS: np.arange(num_tokens)})
+        self._image = MediaTokens(ids, 1, num_patches, num_tokens, {FEATURE_POSITIONS: np.arange(num_tokens)})
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the same tokens for every picture."""
-        return [self._picture] * len(sizes)
+        return [self._image] * len(sizes)
 
     @property
     def largest(self) -> MediaBudget:
@@ -271,7 +269,7 @@ class SameTokens(MediaPlan):
         return self.smallest
 
 
-def picture(ids: Sequence[int], image_token_id: int, *, num_tiles: int, num_patches: int) -> MediaTokens:
+def image_tokens(ids: Sequence[int], image_token_id: int, *, num_tiles: int, num_patches: int) -> MediaTokens:
     """Return the tokens of a picture whose features replace its placeholders in order.
 
     Args:

@@ -157,6 +157,7 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": options.sequence_parallel,
     }
+    # Each part's fields from Hugging Face's config.
     heads = {"num_attention_heads": options.tensor_model_parallel_size}  # for a connector without one
     projection = heads | architecture.connector(hf).config_from_hf(hf)
     features = architecture.features(hf)
@@ -167,6 +168,7 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     if options.vision_data_parallel:
         vision["tensor_model_parallel_size"] = 1
     language = language_family(text).config_from_hf(text)
+    # Options of the run that change some parts only.
     if options.fp8 is not None:
         language |= options.fp8.fields()
         if options.fp8.vision:

@@ -11,8 +11,7 @@ from llava_mcore.models.language.dense import end_entries
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.weights.names import HfNames, TextNames
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry, MappingTable
+from llava_mcore.weights.table import REPLICATED, Entry, MappingTable
 
 
 def mapping_table(
@@ -24,6 +23,7 @@ def mapping_table(
         hf_tensors: names in the folder; tensors that only some files have (unused parts, buffers, a copy of
             tied weights) are in the table if the folder has them.
     """
+    # The parts, as config.json describes them.
     present = set(hf_tensors)
     text, vision, architecture = hf.text_config, tower_config(hf), architecture_of(hf)
     num_layers = architecture.features(hf).num_layers
@@ -41,6 +41,7 @@ def mapping_table(
         *end_entries(text, text_names, padded_vocab_size=padded_vocab_size, tied=tied),
         *language_family(text).weight_entries(text, text_names),
     ]
+    # Tensors that only some files have.
     unused = tower.unused(vision, prefix=names.vision, num_layers=num_layers)
     copies = {names.lm_head: names.embedding} if tied and not only_head else {}
     return MappingTable.of(

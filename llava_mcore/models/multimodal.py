@@ -32,16 +32,20 @@ from llava_mcore.media.batch_fields import (
     RESIZED_POSITIONS,
     RESIZED_ROWS,
     RESIZED_WEIGHTS,
+    normalize,
 )
-from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.configs import ModelOptions, part_configs
-from llava_mcore.models.language.decoder import LanguageModel, padded_vocab_size
+from llava_mcore.models.language.decoder import (
+    LanguageModel,
+    padded_vocab_size,
+    require_deepstack_layers,
+    require_within,
+)
 from llava_mcore.models.language.registry import language_family, limiting_window
-from llava_mcore.models.limits import require_deepstack_layers, require_within
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
-from llava_mcore.parallel.items import MediaLengths
+from llava_mcore.parallel.batch import MediaLengths
 
 
 class VisionLanguageModel(MegatronModule):
@@ -67,6 +71,7 @@ class VisionLanguageModel(MegatronModule):
         self.share_embeddings_and_output_weights = ties_embeddings(hf)
         self.divides_media = options.vision_data_parallel
         if pre_process:
+            # Tower and connector are on the first stage only.
             architecture, vision = architecture_of(hf), tower_config(hf)
             features = architecture.features(hf)
             tower = vision_family(vision)
@@ -94,6 +99,7 @@ class VisionLanguageModel(MegatronModule):
             plain_linears=options.plain_linears,
         )
         if pre_process:
+            # Features of inner layers are added after the first decoder layers, which must be here too.
             needed = min(self.num_deepstack, hf.text_config.num_hidden_layers)
             require_deepstack_layers(needed, len(self.language_model.decoder.layers))
         self.window = limiting_window(hf.text_config)
@@ -121,7 +127,7 @@ class VisionLanguageModel(MegatronModule):
             packed_seq_params: where the packed sequences of the only row begin; they do not see each other.
             num_trained: tokens that loss_mask counts, where the host knows: the others then skip the output layer.
             max_media_seqlen: the largest of MEDIA_SEQLENS.
-            media_lengths: of fields in `items.LENGTHS` the values, if the host knows them: a model that divides
+            media_lengths: of fields in `batch.LENGTHS` the values, if the host knows them: a model that divides
                 pictures over ranks otherwise waits for the device to tell them.
 
         Returns:
@@ -129,7 +135,9 @@ class VisionLanguageModel(MegatronModule):
             every token [b, s] with labels alone, else logits [b, s, vocabulary]; on the others hidden states [s, b, h],
             [s / tp, b, h] with sequence parallelism, for which s must be a multiple of tp.
         """
+        # Windows of some families are not computed, so that no sequence may exceed them.
         require_within(self.window, input_ids.shape[1] if packed_seq_params is None else packed_seq_params.max_seqlen_q)
+        # The first stage puts features over the embeddings of their placeholders.
         decoder_input, deepstack = None, None
         if self.pre_process:
             decoder_input, deepstack = self.decoder_input(

@@ -9,9 +9,9 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.files.companions import CONFIG
+from llava_mcore.files.hf_files import CONFIG
 from llava_mcore.files.hf_folder import HfFolder
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.files.tensor_bytes import sha256
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names

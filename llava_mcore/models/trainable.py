@@ -16,7 +16,7 @@ from llava_mcore.models.architectures.registry import architecture_of, tower_con
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.registry import vision_family
-from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.names import FUSED_NORMS
 
 PARTS = ("vision_model", "vision_projection", "language_model")
 _LAYERS = "language_model.decoder.layers."
@@ -46,6 +46,7 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
             strict=True,
         )
     )
+    # A parameter may hold several of Hugging Face's: patterns are matched for each of these pieces.
     pieces = _pieces(hf)
     constants = {f"vision_model.{name}" for name in vision_family(tower_config(hf)).constants}
     state = {
@@ -59,12 +60,14 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
             if not matching:
                 example = ", ".join(pieces[-1].names[:2])
                 errors.append(f"model.{key}: {pattern!r} matches no parameter; names look like {example}")
+    # Pieces of one parameter must agree.
     trained = {piece.parameter: value for piece, value in state.items()}
     divided = dict.fromkeys(piece.parameter for piece, value in state.items() if trained[piece.parameter] != value)
     for parameter in list(divided)[:1]:
         parts = ", ".join(piece.names[1] for piece in pieces if piece.parameter == parameter)
         more = f" (and {len(divided) - 1} parameters like it)" if len(divided) > 1 else ""
         errors.append(f"{parameter}{more} is one parameter, so choose all of {parts}, or none")
+    # One message with everything that is wrong.
     if not errors and not any(trained.values()):
         errors.append("nothing would be trained: unfreeze something")
     if errors:

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from llava_mcore.files.thread_pool import usable_cores
+
+def run_jobs[Job, Result](function: Callable[[Job], Result], jobs: Sequence[Job], *, workers: int) -> Iterator[Result]:
+    """Yield `function(job)` for every job.
+
+    An error in a job is raised here; jobs that have not started are dropped.
+    """
+    # Copies are bound by memory bandwidth: more torch threads per worker would only wait for each other.
+    pool = ThreadPoolExecutor(workers, "convert", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield from pool.map(function, jobs)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def cores_per_rank() -> int:

@@ -118,12 +118,21 @@ def _replica_group(tp_size: int, pp_size: int, timeout: datetime.timedelta) -> C
 
     Torch names such a group by its ranks and by how many groups a rank is in already. That number differs between
     stages once megatron-core has built its groups, so this one is built before them.
+
+    Raises:
+        ConfigError: on all ranks, if some belong to no replica.
     """
-    size = tp_size * pp_size
+    size, world_size = tp_size * pp_size, dist.get_world_size()
+    if world_size % size:
+        raise ConfigError(
+            f"{world_size} processes cannot be divided into groups of --tp {tp_size} x --pp {pp_size} = {size}: "
+            f"start a multiple of {size}",
+            on_all_ranks=True,
+        )
     if size == 1:
         return None
     generator = parallel_state.RankGenerator(
-        tp=tp_size, ep=1, dp=dist.get_world_size() // size, pp=pp_size, cp=1, order="tp-cp-ep-dp-pp"
+        tp=tp_size, ep=1, dp=world_size // size, pp=pp_size, cp=1, order="tp-cp-ep-dp-pp"
     )
     (ranks_of_replica,) = (ranks for ranks in generator.get_ranks("tp-pp") if dist.get_rank() in ranks)
     group: ControlGroup = dist.new_group(

@@ -17,11 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llava_mcore.media.batch_fields import Field, Fields
-from llava_mcore.media.pixels import as_used, in_memory
-from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, longest_media, num_trained, pad_to
+from llava_mcore.media.batch_fields import Field, Fields, as_used, in_memory
+from llava_mcore.parallel.batch import (
+    LENGTHS,
+    MediaLengths,
+    MicroBatch,
+    TensorFields,
+    host_lengths,
+    longest,
+    longest_media,
+    num_trained,
+    pad_to,
+)
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.parallel.items import LENGTHS, MediaLengths, host_lengths
 
 _DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
 """Dtypes of fields, by their number in the header."""
@@ -65,16 +73,8 @@ class _BatchHeader:
     def counts(self) -> list[int]:
         """Return the row of the header."""
         media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
-        counts = [
-            self.b,
-            self.s,
-            self.num_axes,
-            self.num_bounds,
-            self.max_seqlen,
-            self.num_trained,
-            self.max_media_seqlen,
-        ]
-        return [*counts, *media]
+        row = [self.b, self.s, self.num_axes, self.num_bounds, self.max_seqlen, self.num_trained, self.max_media_seqlen]
+        return [*row, *media]
 
     @classmethod
     def read(cls, row: Sequence[int], fields: Fields) -> _BatchHeader:
@@ -138,17 +138,21 @@ def share_step(
         The micro-batches for this rank's device, without media beyond the first stage. With a pipeline all are
         padded to one length, which its fixed-size messages need.
     """
+    # Messages between stages have one size.
     if batches is not None and groups.pp_size > 1:
         length = max(x.input_ids.shape[1] for x in batches)
         batches = [pad_to(x, length, fields) for x in batches]
+    # A replica of one rank has what it has read.
     if groups.tp_size * groups.pp_size == 1:
         assert batches is not None
         return _on_this_rank(batches, groups.device)
+    # First the shapes of all micro-batches, from host to host: receivers must know them.
     header = torch.zeros(num_micro_batches, _NUM_OWN + sum(map(_width, fields.values())), dtype=torch.int64)
     if batches is not None:
         header = torch.tensor([_BatchHeader.of(x, fields).counts() for x in batches], dtype=torch.int64)
     dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
     layouts = [_BatchHeader.read(row, fields) for row in header.tolist()]
+    # Then lengths and tokens. Media follow when their micro-batch begins, and only on the first stage.
     lengths = _broadcast_lengths(groups, batches, layouts)
     tokens = _broadcast_tokens(groups, batches, layouts)
     media = [_no_media(layout, groups.device) for layout in layouts]

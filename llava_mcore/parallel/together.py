@@ -59,6 +59,16 @@ def _attempt[T](action: Callable[[], T]) -> tuple[list[T], str | None, type[Llav
         return [], os_error_text(error), FileError
 
 
+def raise_listed(groups: Groups, problem: str | None, kind: type[LlavaMcoreError], title: str) -> None:
+    """Raise an error on all ranks that lists the problems of all of them, if any rank has one; a collective call.
+
+    Unlike `raise_together` it waits for every rank: none may be waiting elsewhere for one that has failed.
+    """
+    messages = agree(groups, problem)
+    if messages:
+        raise kind(problems(title, messages), on_all_ranks=True)
+
+
 def raise_on_all_ranks(groups: Groups, problem: str | None) -> None:
     """Raise FileError on all ranks if any has met a problem with its files; a collective call."""
     messages = agree(groups, problem)

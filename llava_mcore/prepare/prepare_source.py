@@ -17,6 +17,8 @@ from typing import Protocol
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.tokens import origin_of
+from llava_mcore.data.storage.dataset_path import MANIFEST
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync
 from llava_mcore.prepare.counts import PrepareCounts, ShardReport, add_up
@@ -25,9 +27,8 @@ from llava_mcore.prepare.output.finish import write_meta
 from llava_mcore.prepare.output.shard import ShardMaker, ShardSetup
 from llava_mcore.prepare.row_types import RowRange, Skipped
 from llava_mcore.prepare.shard_plan import Options, ShardList, SourcePaths, make_plan
-from llava_mcore.processes.forkserver import end_with_parent, start_forkserver
+from llava_mcore.processes.forkserver import PRELOADED, end_with_parent, start_forkserver
 
-MANIFEST = "manifest.json"
 SKIPPED = "skipped.jsonl"
 NUM_FIRST = 10
 """Number of skipped rows to show."""
@@ -129,10 +130,8 @@ def _finish(
         (folder / MANIFEST).unlink(missing_ok=True)
     elif not (folder / MANIFEST).is_file() or not (folder / META).is_dir():
         progress.begin("indexing shards", num_shards)
-        tokens_by = None if assets is None else assets.chat.fingerprint
-        write_meta(
-            folder, reports, val_ratio=options.val_ratio, tokens_by=tokens_by, on_shard=lambda: progress.advance(1)
-        )
+        origin = None if assets is None else origin_of(assets.chat.fingerprint, assets.pixel_ranges)
+        write_meta(folder, reports, val_ratio=options.val_ratio, origin=origin, on_shard=lambda: progress.advance(1))
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
     rows_made = sum(report.counts.rows for report in reports if report.shard in written)
     seconds = time.perf_counter() - start
@@ -145,7 +144,13 @@ def _finish(
 
 def _manifest(plan: ShardList, reports: Sequence[ShardReport], counts: PrepareCounts) -> str:
     shards = [
-        {"name": r.name, "samples": r.counts.entries, "bytes": r.counts.bytes, "sha256": r.sha256}
+        {
+            "name": r.name,
+            "samples": r.counts.entries,
+            "conversations": r.counts.conversations,
+            "bytes": r.counts.bytes,
+            "sha256": r.sha256,
+        }
         for r in reports
         if r.name is not None
     ]
@@ -186,7 +191,7 @@ def _make(
         return
     # Processes are forked from a server that has imported everything and has no threads, unlike this process.
     context = multiprocessing.get_context("forkserver")
-    start_forkserver(__name__)
+    start_forkserver(PRELOADED, __name__)
     counter: Synchronized[int] = context.Value("q", 0)
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_process, initargs=(setup, counter))
     try:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llava_mcore.data.encode.answers import majority
 from llava_mcore.data.encode.marks import as_text
 from llava_mcore.data.encode.messages import check_order, complete, decoded, tools_of
-from llava_mcore.data.encode.record_keys import INPUT_KEY, OBJECTS_KEY, ROW, TURN_LISTS, full_value, is_full
+from llava_mcore.data.encode.record_keys import INPUT_KEY, OBJECTS_KEY, ROW, TURN_LISTS, full_value, is_full, majority
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.prepare.record_parts import RowMedia, listed_media, refuse_marks
 from llava_mcore.prepare.record_turns import ListedTurns, from_pairs, from_turns, text_of

@@ -8,11 +8,11 @@ from typing import Any
 
 from llava_mcore.data.encode.marks import NAMES, TYPES, count_marks, escape
 from llava_mcore.data.encode.messages import decoded
-from llava_mcore.data.encode.record_keys import PART, PICTURE_OPTIONS, VIDEO_OPTIONS, full_value, is_full
+from llava_mcore.data.encode.record_keys import IMAGE_OPTIONS, PART, VIDEO_OPTIONS, full_value, is_full
 from llava_mcore.data.encode.sample_media import FRAMES_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.prepare.media.arrays import is_array
-from llava_mcore.prepare.row_types import BadSample, Draft, Reason, reason_for, type_and_value
+from llava_mcore.prepare.row_types import FRAMES_FORM, BadSample, Draft, Reason, reason_for, type_and_value
 
 MARKS = {
     **{"image": IMAGE_MARK, "image_url": IMAGE_MARK, "video": VIDEO_MARK, "video_url": VIDEO_MARK},
@@ -27,7 +27,7 @@ PART_KEYS = {
     AUDIO_MARK: ("audio_url", "audio", "url", "path", "base64"),
 }
 """Keys of a typed part that may refer to its picture, video or sound."""
-OPTIONS = {IMAGE_MARK: PICTURE_OPTIONS, VIDEO_MARK: VIDEO_OPTIONS}
+OPTIONS = {IMAGE_MARK: IMAGE_OPTIONS, VIDEO_MARK: VIDEO_OPTIONS}
 """Keys of a typed part that say how its picture or video is read."""
 ASKING = ("user", "tool")
 """Roles in whose text marks stand for media."""
@@ -156,7 +156,7 @@ def place_marks(draft: Draft) -> Draft:
         if num_marks == 0:
             missing += f"{mark}\n" * len(media)
         elif num_marks != len(media):
-            hint = "" if media else f"; if it is text, write {escape(mark)}"
+            hint = _hint_of_marks(mark, num_marks, media)
             raise BadSample(Reason.MARKS, f"{num_marks} {mark} in the text, but {len(media)} {NAMES[mark]}s{hint}")
     if not missing:
         return draft
@@ -166,6 +166,15 @@ def place_marks(draft: Draft) -> Draft:
     turn = draft.turns[index]
     first = replace(turn, text=(missing + turn.text).removesuffix("\n"))
     return replace(draft, turns=(*draft.turns[:index], first, *draft.turns[index + 1 :]))
+
+
+def _hint_of_marks(mark: str, num_marks: int, media: Sequence[Any]) -> str:
+    """Return what to do about a number of marks that is not that of the media."""
+    if not media:
+        return f"; if it is text, write {escape(mark)}"
+    if mark == VIDEO_MARK and num_marks < len(media):
+        return f"; {FRAMES_FORM}"
+    return ""
 
 
 def _own_marks_for_videos(draft: Draft) -> Draft:
@@ -227,7 +236,7 @@ def _media_part(part: Mapping[str, Any], mark: str, where: str) -> MediaPart:
 def _options(part: Mapping[str, Any], mark: str, where: str) -> dict[str, Any]:
     """Return what a part says about how its picture or video is read."""
     allowed = OPTIONS.get(mark, frozenset())
-    full = {key: part[key] for key in part if key in PICTURE_OPTIONS | VIDEO_OPTIONS and is_full(part[key])}
+    full = {key: part[key] for key in part if key in IMAGE_OPTIONS | VIDEO_OPTIONS and is_full(part[key])}
     others = ", ".join(f"`{key}`" for key in full if key not in allowed)
     if others:
         raise BadSample(Reason.KEY, f"{where}: {others} beside a {NAMES[mark]}, which has no such option")

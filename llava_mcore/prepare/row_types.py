@@ -170,6 +170,8 @@ class CheckedConversation:
     """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`."""
 
 
+FRAMES_FORM = 'frames of one video are a list of their own: [["1.jpg", "2.jpg"]], or {"frames": ["1.jpg", "2.jpg"]}'
+"""Advice for rows that list frames as if each were a video."""
 FILLED = "filled"
 """Note: the template has written its own text into what is trained of an answer."""
 THOUGHTLESS = "thoughtless"

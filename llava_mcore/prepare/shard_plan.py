@@ -10,7 +10,7 @@ from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encode.assets import ASSET_FILES, Assets, load_assets
-from llava_mcore.data.encode.text.template_choice import Lang
+from llava_mcore.data.encode.chat_template import Lang
 from llava_mcore.errors import DataError, problems
 from llava_mcore.prepare.row_types import RowRange
 from llava_mcore.prepare.sampling import Sampling

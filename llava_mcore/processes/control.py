@@ -1,4 +1,4 @@
-"""Starting and ending processes: children that end with us, signals, exiting."""
+"""Starting and ending processes: children that end with us, signals, messages of errors, exit codes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
 from llava_mcore.processes.parent import tied_command
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -25,6 +26,8 @@ STOPPED_EARLY = 75
 """Exit code of a run that was asked to end before its last iteration: EX_TEMPFAIL, "try again"."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell reports it."""
+NOBODY_READS = 128 + signal.SIGPIPE
+"""Exit code of a command whose output goes to a closed pipe, as with `| head`; the same as that of cat and grep."""
 _LAST_SECONDS = 2.5
 
 
@@ -59,6 +62,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, prog
             unblocks them when it is ready, and it is killed if we are; another command gets SIGTERM then. If the
             command is killed, a message says so.
     """
+    # A signal may come before there is a child: it is kept for it.
     pending: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
@@ -69,6 +73,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, prog
             child.send_signal(signal_number)
 
     before = {signal_number: signal.signal(signal_number, forward) for signal_number in FORWARDED}
+    # The command ends with us, however we end.
     signal_number = signal.SIGKILL if program else signal.SIGTERM
     command = tied_command(argv, signal_number, held=program is not None)
     try:
@@ -84,6 +89,7 @@ def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None, *, prog
     finally:
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
+    # A shell reports signals as codes above 128.
     if code < 0 and program is not None:
         print(f"error: {program} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return code if code >= 0 else 128 - code
@@ -168,3 +174,69 @@ def exit_now(code: int) -> NoReturn:
         with contextlib.suppress(BrokenPipeError):  # closed by `| head`
             stream.flush()
     os._exit(code)
+
+
+def with_messages(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; errors of users and machines become one message on stderr.
+
+    These are every LlavaMcoreError and every OSError (files, folders, disks). Anything else is a bug and keeps its
+    traceback.
+    """
+    try:
+        code = command()
+        _flush()
+        return code
+    except LlavaMcoreError as error:
+        _say(str(error))
+        return error.exit_code
+    except OSError as error:
+        if _nobody_reads():
+            _drop_output()
+            return NOBODY_READS
+        _say(os_error_text(error))
+        return FileError.exit_code
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends this way then
+            return NOBODY_READS
+        raise
+
+
+def _say(message: str) -> None:
+    """Flush the output and print an error after it."""
+    with contextlib.suppress(OSError, FileError):
+        _flush()
+    with contextlib.suppress(OSError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    """Flush the output: at the interpreter's exit a failure could no longer be reported.
+
+    Raises:
+        BrokenPipeError, FileError: it cannot be written.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise FileError(f"standard output: {error.strerror}") from error
+
+
+def _nobody_reads() -> bool:
+    """Return whether standard output is a pipe that its reader has closed."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # a test's
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _drop_output() -> None:
+    """Discard all further output."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

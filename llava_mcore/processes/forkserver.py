@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
+PRELOADED = "llava_mcore.processes.preload"
+"""Module that silences libraries before others are imported."""
 FIRST = "llava_mcore.processes.forkserver_end"
 
 

@@ -20,9 +20,8 @@ from torch.multiprocessing.spawn import (
 )
 
 from llava_mcore.errors import CheckpointError
-from llava_mcore.processes.forkserver import end_with_parent, start_forkserver, without_interrupts
+from llava_mcore.processes.forkserver import PRELOADED, end_with_parent, start_forkserver, without_interrupts
 
-PRELOADED = "llava_mcore.processes.preload"
 """Imported first by the server that forks the processes, then what they run: once for all of them."""
 
 

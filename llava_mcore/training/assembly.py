@@ -1,12 +1,15 @@
-"""A training process: from its configuration to the training loop."""
+"""Assembly of a training process: from a run's configuration to its training loop, and the end of it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from llava_mcore.adapters.adaptation import base_of
 from llava_mcore.adapters.adapter_record import holds_adapters
@@ -16,39 +19,41 @@ from llava_mcore.checkpoint.node_local import is_local, unusable_here
 from llava_mcore.checkpoint.verify import damage_found_together
 from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.encode.assets import Assets, require_same_tokenizer
-from llava_mcore.data.encode.pixel_range import FRAMES, PICTURES, write_pixel_range
-from llava_mcore.data.encode.text.template_file import require_same_template
+from llava_mcore.data.encode.chat_template import require_same_template
 from llava_mcore.data.loader.source import noticing_killed_loaders
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
+from llava_mcore.log import warn_on_failure
 from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals
-from llava_mcore.training.answers.answerer import AnswerData
+from llava_mcore.training.answers.answerer import AnswerData, Answerer
 from llava_mcore.training.assets import run_assets
-from llava_mcore.training.carried_folder import write_carried_folder, write_stop_token
-from llava_mcore.training.closing import warn_on_failure
-from llava_mcore.training.debug import ShowFirst, show_shapes_once
-from llava_mcore.training.determinism import make_deterministic
+from llava_mcore.training.diagnostics import IterationProfiler, ShowFirst, show_shapes_once
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.logs.start_times import StartTimes
-from llava_mcore.training.loop import train
-from llava_mcore.training.run_ids import adopt_ids
+from llava_mcore.training.iterations import Iterations
+from llava_mcore.training.logs.reporter import Reporter, StartTimes
+from llava_mcore.training.logs.run_record import adopt_ids
+from llava_mcore.training.loop import StopRules, TrainingLoop
+from llava_mcore.training.saving.hf_files import carried_files
+from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer, build_trainer
-from llava_mcore.training.stop import StopRules
+from llava_mcore.training.validation import Validator
 
 logger = logging.getLogger(__name__)
 
 
-def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
-    """Run under a watchdog; return whether the run is complete.
+@contextlib.contextmanager
+def assembled(run: RunConfig, signals: StopSignals, started: float) -> Iterator[TrainingLoop]:
+    """Assemble the training loop of a run; after the block, unless it has failed, end what was assembled.
+
+    A watchdog ends the process if any step of that takes too long.
 
     Args:
         started: value of time.monotonic() from which the run's time counts.
@@ -58,33 +63,42 @@ def run_worker(run: RunConfig, signals: StopSignals, started: float) -> bool:
     stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
     try:
         with noticing_killed_loaders(run.data.path):
-            finished = _run(run, stop, watchdog)
+            loop, loader = _assemble(run, stop, watchdog)
+            yield loop
+            _end(loop, loader)
     except (LlavaMcoreError, OSError, KeyboardInterrupt):
         warn_on_failure("removing the file for stacks", watchdog.close)
         raise
     warn_on_failure("removing the file for stacks", watchdog.close)
-    return finished
 
 
-def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
-    """Join the world, build everything, train."""
+def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[TrainingLoop, TrainLoader | None]:
+    """Join the world and build the training loop; return also the loader, on ranks that load data."""
     times = StartTimes()
 
     def begin(phase: str) -> None:
         watchdog.begin(phase)
         times.begin(phase)
 
+    # This rank's place among the others says which part of the model and of the data it has.
     begin("connecting")
     groups = _join_world(run)
+
+    # All ranks start from the same checkpoint, even while storage looks different to some of them.
     begin("choosing a checkpoint")
     start = find_start(run, groups, watchdog.begin)
     on_first_rank(groups, lambda: _warn_of_unread_start(run, start))
+
+    # The model with the weights of that checkpoint, its optimizer and its schedule.
     trainer = build_trainer(run, groups, start, begin)
     resuming = raise_together(groups, lambda: resumes(run, start))
     if run.checkpoint.load_optim and start.checkpoint is not None and not resuming:
         logger.info("%s provides only weights: this run starts at iteration 0", start.checkpoint)
+
     begin("loading the tokenizer")
     assets = raise_together(groups, lambda: _open_assets(run, groups, start, resuming))
+
+    # A resumed run has the rest too: optimizer, schedule, counters, random states, the position in the data.
     begin("loading the state")
     progress, loader_states = TrainingProgress(), None
     if resuming:
@@ -93,24 +107,53 @@ def _run(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> bool:
         progress, loader_states = resume(trainer)
         on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
+        if run.training.fraction_done(progress.iteration, progress.num_read) >= 1:  # a run by epochs knows it only now
+            raise CheckpointError(
+                f"{checkpoint} has read all {run.training.samples_to_read} samples of the run: raise --train-epochs, "
+                "which counts the whole run, to continue",
+                on_all_ranks=True,
+            )
+
+    # Data for training, validation and answers, on the rank of each replica that reads it.
     begin("opening the data")
     loader = raise_together(groups, lambda: _open_loader(run, groups, assets, loader_states))
     validation = raise_together(groups, lambda: _open_validation(run, assets))
     answers = raise_together(groups, lambda: _open_answers(run, assets))
     shown_loader = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
-    hf_source = raise_together(groups, lambda: _carried_files(run, groups, start, assets))
-    finished = train(trainer, shown_loader, progress, hf_source, stop, watchdog, times, validation, answers)
-    if not finished:
-        logger.info("stopped early, after iteration %d of %d", progress.iteration, run.training.num_iterations)
+    hf_dir = raise_together(groups, lambda: carried_files(run, groups, start, assets))
+
+    reporter = raise_together(groups, lambda: Reporter(trainer, progress, times))
+    loop = TrainingLoop(
+        trainer,
+        progress,
+        iterations=Iterations(trainer, shown_loader, progress, reporter),
+        reporter=reporter,
+        saver=Saver(trainer, hf_dir),
+        validator=Validator(trainer, validation, watchdog),
+        answerer=raise_together(groups, lambda: Answerer(trainer, answers, hf_dir, watchdog)),
+        profiler=IterationProfiler(run, groups),
+        stop=stop,
+        watchdog=watchdog,
+        times=times,
+    )
+    return loop, loader
+
+
+def _end(loop: TrainingLoop, loader: TrainLoader | None) -> None:
+    """Say how the run has ended, and end the loader processes, graphs and process groups; a collective call."""
+    run = loop.config
+    if not loop.is_complete:
+        logger.info("stopped early, after iteration %d of %d", loop.progress.iteration, run.training.num_iterations)
     if run.checkpoint.unsaved is not None:
         logger.warning("the run has ended: %s", run.checkpoint.unsaved)
-    wait_for_all(groups)  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
+    wait_for_all(
+        loop.groups
+    )  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
     if loader is not None:
         warn_on_failure("ending the loader processes", loader.close)
-    for graphs in trainer.graphs:
+    for graphs in loop.trainer.graphs:
         graphs.close()
     shut_down()
-    return finished
 
 
 def _warn_of_unread_start(run: RunConfig, start: StartPoint) -> None:
@@ -134,10 +177,12 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
     unusable: dict[Path, str] = {}
     damaged: dict[Path, str] = {}
     while True:
+        # The newest checkpoint that has not been ruled out.
         start = decided_by_first_rank(groups, lambda: start_point(run, unusable, damaged))
         checkpoint = start.checkpoint
         if checkpoint is None:
             return start
+        # Is each node's part of it on its disk? Other storage is the same for all nodes.
         begin(f"verifying {checkpoint}")
         verify = not run.checkpoint.skip_verification
         if start.kind == "resume" and is_local(checkpoint):
@@ -147,6 +192,7 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
             if messages:
                 unusable[checkpoint] = "; ".join(messages)
                 continue
+        # The ranks divide its files to compare their checksums. A damaged checkpoint is no candidate any more.
         problem = damage_found_together(groups, checkpoint) if verify else None
         if problem is None:
             if verify and holds_adapters(checkpoint):
@@ -178,6 +224,15 @@ def _join_world(run: RunConfig) -> Groups:
     return groups
 
 
+def make_deterministic() -> None:
+    """Allow deterministic kernels only. Call before CUDA starts; torch raises where no such kernel exists."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention; megatron-core insists on it
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
 def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bool) -> Assets | None:
     """Load tokenizer, template and image processor on ranks that load data."""
     if not groups.loads_data:
@@ -188,27 +243,6 @@ def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bo
             require_same_tokenizer(start.hf_dir, run.checkpoint.hf_dir)
         require_same_template(start.hf_dir, assets.chat.template)
     return assets
-
-
-def _carried_files(run: RunConfig, groups: Groups, start: StartPoint, assets: Assets | None) -> Path:
-    """Return the folder of Hugging Face files for the run's checkpoints; rank 0 writes it."""
-    if not run.checkpoint.saves or groups.rank != 0:
-        return start.hf_dir
-    assert assets is not None, "rank 0 loads data"
-    target = run.run_dir / "hf"
-    write_carried_folder(
-        start,
-        target,
-        seed=run.training.seed,
-        chat_template=assets.chat.template,
-        tokenizer_dir=run.checkpoint.hf_dir,
-    )
-    write_stop_token(target, assets.eos_token_id)
-    if run.data.pixels != PixelRange():
-        write_pixel_range(target, assets.pixels, PICTURES)
-    if run.data.video_pixels != PixelRange():
-        write_pixel_range(target, assets.video_pixels, FRAMES)
-    return target
 
 
 def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: Any) -> TrainLoader | None:

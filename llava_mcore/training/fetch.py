@@ -1,17 +1,34 @@
-"""Reading one step's micro-batches."""
+"""The global batch of a step: reading it, what is in it, and how many samples a run may skip."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from llava_mcore.data.loader.collate import BATCH_SUMS
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.media.batch_fields import Fields
-from llava_mcore.parallel.groups import Groups, agree
+from llava_mcore.media.batch_fields import Fields, MediaWork, media_work
+from llava_mcore.parallel.batch import HostBatch
+from llava_mcore.parallel.groups import Groups, agree, sum_over_ranks
 from llava_mcore.parallel.share import SharedStep, share_step
-from llava_mcore.training.batch_counts import LoadedBatch, StepCounts, count_all
-from llava_mcore.training.faults.skipped_samples import SkipBudget
+
+logger = logging.getLogger(__name__)
+
+LEAST_SAMPLES = 1000
+"""The rate is computed over at least this many samples, so that one broken sample at the start does not end a run."""
+MOST_NAMES = 10
+
+
+class LoadedBatch(HostBatch, Protocol):
+    """A micro-batch from the loader, with its sample keys and the samples that were skipped before it."""
+
+    sample_keys: Sequence[str]
+    skipped: Sequence[object]
+    sums: dict[str, tuple[int, int]]
+    num_pairs: int
 
 
 class MicroBatchLoader(Protocol):
@@ -72,6 +89,119 @@ class RecordingLoader:
         return self._loader.state()
 
 
+@dataclass(frozen=True)
+class StepCounts:
+    """Contents of one step's micro-batches."""
+
+    num_tokens: int = 0
+    """With those of pictures, without padding."""
+    num_positions: int = 0
+    """Tokens with padding."""
+    num_conversations: int = 0
+    """Conversations that are trained on."""
+    num_skipped: int = 0
+    """Conversations that were skipped."""
+    num_pairs: int = 0
+    """Pairs of tokens in causal attention."""
+    num_tiles: int = 0
+    """Pictures of the vision tower's size, of towers that take those."""
+    num_patches: int = 0
+    """Patches of pictures of any size, of towers that take those."""
+    num_patch_pairs: int = 0
+    """Pairs of patches in attention to whole pictures."""
+    num_window_pairs: int = 0
+    """Pairs of patches in attention to windows."""
+    num_patch_sequences: int = 0
+    """Pictures and frames within which patches see each other."""
+
+    @property
+    def num_read(self) -> int:
+        """Conversations that were read, skipped ones too."""
+        return self.num_conversations + self.num_skipped
+
+    @property
+    def media(self) -> MediaWork:
+        """The work of the vision tower."""
+        pairs = (self.num_patch_pairs, self.num_window_pairs)
+        return MediaWork(self.num_tiles, self.num_patches, *pairs, self.num_patch_sequences)
+
+
+def count(batches: Sequence[LoadedBatch]) -> StepCounts:
+    """Count what this rank has loaded for one step."""
+    works = [media_work(batch.media) for batch in batches]
+    return StepCounts(
+        num_tokens=sum(batch.num_tokens for batch in batches),
+        num_positions=sum(batch.input_ids.numel() for batch in batches),
+        num_conversations=sum(len(batch.sample_keys) for batch in batches),
+        num_skipped=sum(len(batch.skipped) for batch in batches),
+        num_pairs=sum(batch.num_pairs for batch in batches),
+        num_tiles=sum(work.num_tiles for work in works),
+        num_patches=sum(work.num_patches for work in works),
+        num_patch_pairs=sum(work.num_pairs for work in works),
+        num_window_pairs=sum(work.num_window_pairs for work in works),
+        num_patch_sequences=sum(work.num_sequences for work in works),
+    )
+
+
+def named_sums(batches: Sequence[LoadedBatch]) -> dict[str, tuple[int, int]]:
+    """Add up the named sums of what this rank has loaded for one step: all of BATCH_SUMS, on every rank."""
+    unknown = {name for batch in batches for name in batch.sums}.difference(BATCH_SUMS)
+    assert not unknown, f"{', '.join(sorted(unknown))}: add the name to BATCH_SUMS in data/loader/collate.py"
+    pairs = {name: [batch.sums[name] for batch in batches if name in batch.sums] for name in BATCH_SUMS}
+    return {name: (sum(x for x, _ in each), sum(n for _, n in each)) for name, each in pairs.items()}
+
+
+class StepContents(NamedTuple):
+    """The counts and named sums of the global batch, and which flags are set on any rank."""
+
+    counts: StepCounts
+    sums: Mapping[str, tuple[int, int]]
+    flags: tuple[bool, ...]
+
+
+def count_all(groups: Groups, batches: Sequence[LoadedBatch], flags: Sequence[bool]) -> StepContents:
+    """Count what all ranks have loaded for one step, and find which flags are set on any; one collective call."""
+    counts, sums = asdict(count(batches)).values(), [x for pair in named_sums(batches).values() for x in pair]
+    totals = sum_over_ranks(groups, [*flags, *counts, *sums])
+    set_flags = tuple(count > 0 for count in totals[: len(flags)])
+    end = len(flags) + len(counts)
+    pairs = zip(totals[end::2], totals[end + 1 :: 2], strict=True)
+    return StepContents(StepCounts(*totals[len(flags) : end]), dict(zip(BATCH_SUMS, pairs, strict=True)), set_flags)
+
+
+@dataclass
+class SkipBudget:
+    """The share of samples that a run may skip. The totals are over all ranks; `last` holds this rank's latest skips,
+    without duplicates from later epochs."""
+
+    max_rate: float
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_NAMES))
+
+    def report(self, batches: Sequence[LoadedBatch]) -> None:
+        """Warn about every sample that this rank has skipped."""
+        for skip in (skip for batch in batches for skip in batch.skipped):
+            logger.warning("skipped: %s", skip)
+            if str(skip) in self.last:
+                self.last.remove(str(skip))
+            self.last.append(str(skip))
+
+    def check(self, groups: Groups, num_used: int, num_skipped: int) -> None:
+        """Raise DataError on all ranks if the run has skipped too many; a collective call if so.
+
+        Args:
+            num_used, num_skipped: totals of the run, the same on all ranks.
+        """
+        seen = num_used + num_skipped
+        if num_skipped <= self.max_rate * max(seen, LEAST_SAMPLES):
+            return
+        messages = agree(groups, problems("the last ones", list(self.last)) if self.last else None)
+        title = (
+            f"{num_skipped} of {seen} samples could not be used, more than data.max_skip_rate = {self.max_rate:g} "
+            "(--max-skip-rate) allows; fix the data, or see --on-too-long"
+        )
+        raise DataError(problems(title, messages), on_all_ranks=True)
+
+
 class Fetched(NamedTuple):
     """The micro-batches of one step, counts and named sums of the global batch, and which flags are set on any rank."""
 
@@ -105,6 +235,7 @@ def fetch_step(
             budget.report(batches)
         except LlavaMcoreError as error:
             problem = str(error)
+    # The problem's flag travels with the counts: an agreement of its own would be one more call in every step.
     counts, sums, (failed, *set_flags) = count_all(groups, batches or [], (problem is not None, *flags))
     if failed:
         raise DataError(problems("training data cannot be used", agree(groups, problem)), on_all_ranks=True)

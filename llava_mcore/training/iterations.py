@@ -1,4 +1,4 @@
-"""Iterations: read a global batch, launch the training on it, and report the result while the next one is computed."""
+"""Iterations: the batch of each is read and counted, and its result is reported while the next one is computed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from dataclasses import dataclass
 
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.parallel.on_device import DeviceEvent
-from llava_mcore.parallel.share import SharedStep
-from llava_mcore.training.batch_counts import StepCounts
-from llava_mcore.training.faults.not_finite import NotFinite
-from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import Fetched, MicroBatchLoader, ReadStep, RecordingLoader, fetch_step
+from llava_mcore.training.faults.bad_steps import NotFinite
+from llava_mcore.training.fetch import (
+    Fetched,
+    MicroBatchLoader,
+    ReadStep,
+    RecordingLoader,
+    SkipBudget,
+    StepCounts,
+    fetch_step,
+)
 from llava_mcore.training.logs.reporter import Reporter
-from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.step import LaunchedStep, train_step
+from llava_mcore.training.step import LaunchedStep
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +32,8 @@ logger = logging.getLogger(__name__)
 class _Launched:
     """An iteration whose result has not been read.
 
-    step: None if its batch was not trained on. read: what this rank has read for it; None if it reads no data. sums:
-    those of the loader.
+    step: None if its batch was not trained on. read: what this rank has read for it; None if it reads no data.
+    sums: those of the loader.
     began: before its batch was read. waited: seconds for which the device had no work because of the batch.
     """
 
@@ -46,7 +49,7 @@ class _Launched:
 
 
 class Iterations:
-    """Reads global batches and trains on them.
+    """Reads the global batch of each iteration, counts it, and reports the iteration later.
 
     An iteration's loss is read once the next one has been launched: the device never waits for the host to launch the
     beginning of an iteration. With `--on-nan skip` it is read before the update, which depends on it.
@@ -89,32 +92,41 @@ class Iterations:
         self.waited = 0.0 if busy else time.perf_counter() - start
         return fetched
 
-    def launch(self, fetched: Fetched) -> None:
-        """Launch the training on the batch that has been read, and report the previous iteration; a collective call."""
-        groups, progress = self.trainer.groups, self.progress
-        batches, counts, sums, _ = fetched
+    def count(self, counts: StepCounts) -> None:
+        """Count the samples of a batch that will be trained on. DataError on all ranks if the run has skipped too many
+        samples; a collective call if so."""
+        progress = self.progress
         progress.consumed_conversations += counts.num_conversations
         progress.skipped_conversations += counts.num_skipped
-        self.budget.check(groups, progress.consumed_conversations, progress.skipped_conversations)
-        rates = learning_rates(self.trainer.run, self.trainer.scheduler)
-        step: LaunchedStep | None = None
-        if any(progress.iteration + 1 in skipped_range for skipped_range in self.skipped):
-            progress.skipped_iterations += 1
-        else:
-            step = self._step(progress.iteration + 1, batches)
-            progress.failed_updates += not step.updated
+        self.budget.check(self.trainer.groups, progress.consumed_conversations, progress.skipped_conversations)
+
+    @property
+    def leaves_out_next(self) -> bool:
+        """Whether the next iteration's batch is not trained on (`--skip-train-iteration-range`)."""
+        return any(self.progress.iteration + 1 in left_out for left_out in self.skipped)
+
+    def launched(self, fetched: Fetched, step: LaunchedStep | None, rates: Mapping[str, float]) -> None:
+        """Count an iteration that has been launched, and report the one before it; a collective call.
+
+        Args:
+            step: None if the batch was not trained on.
+            rates: the learning rate of each part in this iteration.
+        """
+        progress = self.progress
         progress.iteration += 1
         progress.consumed_samples += self.size
+        progress.skipped_iterations += step is None
+        progress.failed_updates += step is not None and not step.updated
         self._report_launched()
         self._launched = _Launched(
             progress=dataclasses.replace(progress),
             step=step,
             read=None if self.loader is None else self.loader.step(),
-            counts=counts,
-            sums=sums,
+            counts=fetched.counts,
+            sums=fetched.sums,
             rates=rates,
             began=self.began,
-            end=DeviceEvent(groups.device) if step is None else step.end,
+            end=DeviceEvent(self.trainer.groups.device) if step is None else step.end,
             waited=self.waited,
         )
         if self.only_if_finite:
@@ -155,9 +167,3 @@ class Iterations:
             waited=launched.waited,
             seconds=seconds,
         )
-
-    def _step(self, iteration: int, batches: SharedStep) -> LaunchedStep:
-        trainer = self.trainer
-        parts = trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler
-        with explain_out_of_memory(trainer.run, trainer.groups, iteration):
-            return train_step(*parts, batches, self.size, trainer.graphs, only_if_finite=self.only_if_finite)

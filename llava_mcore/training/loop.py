@@ -1,178 +1,208 @@
-"""The training loop."""
+"""The training loop: the parts of a run, and the order in which one iteration uses them."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from pathlib import Path
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from llava_mcore.data.loader.validation_data import ValidationData
+from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.parallel.groups import wait_for_all
-from llava_mcore.parallel.together import raise_on_all_ranks, raise_together
-from llava_mcore.training.answers.answerer import AnswerData, Answerer
-from llava_mcore.training.closing import warn_on_failure
+from llava_mcore.log import warn_on_failure
+from llava_mcore.parallel.groups import Groups, sum_over_ranks, wait_for_all
+from llava_mcore.parallel.together import raise_on_all_ranks
+from llava_mcore.training.answers.answerer import Answerer
+from llava_mcore.training.diagnostics import IterationProfiler
+from llava_mcore.training.faults.bad_steps import explain_out_of_memory
 from llava_mcore.training.faults.watchdog import Watchdog
-from llava_mcore.training.fetch import MicroBatchLoader
+from llava_mcore.training.fetch import Fetched
 from llava_mcore.training.iterations import Iterations
-from llava_mcore.training.logs.reporter import Reporter
-from llava_mcore.training.logs.start_times import StartTimes
-from llava_mcore.training.profiling import IterationProfiler
-from llava_mcore.training.saving.host_memory import steps_before_allocation
+from llava_mcore.training.logs.reporter import Reporter, StartTimes
+from llava_mcore.training.optimization.optimizer import learning_rates
+from llava_mcore.training.saving.pending import steps_before_allocation
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.stop import StopRules, any_rank
+from llava_mcore.training.step import LaunchedStep, train_step
 from llava_mcore.training.validation import Validator
 
 logger = logging.getLogger(__name__)
 
 
-def train(
-    trainer: Trainer,
-    loader: MicroBatchLoader | None,
-    progress: TrainingProgress,
-    hf: Path,
-    stop: StopRules,
-    watchdog: Watchdog,
-    times: StartTimes,
-    validation: ValidationData | None = None,
-    answers: AnswerData | None = None,
-) -> bool:
-    """Train until all iterations are done or it is time to stop; a collective call.
+@dataclass(frozen=True)
+class StopRules:
+    """Reasons to end a run before its last iteration: a request, or a time that is up. Ranks may differ: they have to
+    agree in a collective call."""
 
-    Args:
-        loader: on ranks that load data.
-        hf: folder with the Hugging Face files to copy into checkpoints.
-        times: of this process's start, for the log.
-        validation: on ranks that load data, if the run validates.
-        answers: on ranks that load data, if the run asks questions.
+    asked: Callable[[], bool]
+    until: float | None
+    """Value of time.monotonic() at which the time is up."""
 
-    Returns:
-        Whether the run is complete.
+    def due(self) -> bool:
+        """Return whether this rank would stop."""
+        return self.asked() or (self.until is not None and time.monotonic() >= self.until)
+
+
+@dataclass
+class TrainingLoop:
+    """A run's parts, and their order in an iteration. It is built once (`assembly.py`), at the same time on all ranks.
+
+    times: of this process's start, for the log.
     """
-    loop = _Loop(trainer, loader, progress, hf, watchdog, times, validation, answers)
-    times.begin("first iteration")
-    try:
-        while not loop.is_complete:
-            asked_to_stop = loop.iterate(stop)
-            if asked_to_stop:
-                break
-        loop.raise_log_problem()
-    except LlavaMcoreError as error:
-        if error.on_all_ranks:
-            loop.finish_together()
-        raise
-    finally:
-        loop.close()
-    return loop.is_complete
 
+    trainer: Trainer
+    progress: TrainingProgress
+    iterations: Iterations
+    reporter: Reporter
+    saver: Saver
+    validator: Validator
+    answerer: Answerer
+    profiler: IterationProfiler
+    stop: StopRules
+    watchdog: Watchdog
+    times: StartTimes
+    first: int = field(init=False)
+    """The first iteration of this process."""
+    saved: int | None = field(init=False, default=None)
+    """The iteration of the last checkpoint that is kept, if this process has saved one."""
 
-class _Loop:
-    """The parts of a training run and the order in which one iteration uses them."""
+    def __post_init__(self) -> None:
+        self.first = self.progress.iteration + 1
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        loader: MicroBatchLoader | None,
-        progress: TrainingProgress,
-        hf: Path,
-        watchdog: Watchdog,
-        times: StartTimes,
-        validation: ValidationData | None,
-        answers: AnswerData | None,
-    ) -> None:
-        self.run, self.groups = trainer.run, trainer.groups
-        self.progress, self.watchdog = progress, watchdog
-        self.reporter = raise_together(self.groups, lambda: Reporter(trainer, progress, times))
-        self.iteration = Iterations(trainer, loader, progress, self.reporter)
-        self.saver = Saver(trainer, hf)
-        self.validator = Validator(trainer, validation, watchdog)
-        self.answerer = raise_together(self.groups, lambda: Answerer(trainer, answers, hf, watchdog))
-        self.profiler = IterationProfiler(self.run, self.groups)
-        self.first = progress.iteration + 1
-        self.allocates_after = steps_before_allocation(self.run)
-        self.saved: int | None = None
-        """The iteration of the last checkpoint that is kept, if this process has saved one."""
+    @property
+    def config(self) -> RunConfig:
+        return self.trainer.run
+
+    @property
+    def groups(self) -> Groups:
+        return self.trainer.groups
 
     @property
     def is_complete(self) -> bool:
         """Whether all iterations are done."""
-        return self.progress.iteration >= self.run.training.num_iterations
+        return self.config.training.fraction_done(self.progress.iteration, self.progress.num_read) >= 1
 
-    def iterate(self, stop: StopRules) -> bool:
+    def run(self) -> bool:
+        """Train until all iterations are done or it is time to stop; return whether they are done. A collective
+        call."""
+        self.times.begin("first iteration")
+        try:
+            while not self.is_complete:
+                asked_to_stop = self.iterate()
+                if asked_to_stop:
+                    break
+            self.raise_log_problem()
+        except LlavaMcoreError as error:
+            if error.on_all_ranks:
+                self.finish_together()
+            raise
+        finally:
+            self.close()
+        return self.is_complete
+
+    def iterate(self) -> bool:
         """Train on one global batch, then validate and save if due; a collective call. Returns whether to stop."""
         iteration = self.progress.iteration + 1
         self.watchdog.begin(f"iteration {iteration}")
+
+        # Read the batch. In the same call the ranks learn what any of them has to say, so it costs nothing.
         with self.profiler.iteration(iteration):
-            fetched = self.iteration.fetch(self._flags(stop))
+            fetched = self.iterations.fetch(self._flags())
             asked, writing, failed = fetched.flags
             if failed:
                 self.raise_log_problem()
             if asked and iteration > self.first:  # every start of a run trains at least once
-                self.iteration.report_pending()
+                self.iterations.report_pending()
                 self._save_last(iteration - 1)
                 return True
-            self.iteration.launch(fetched)
+            self._launch(fetched)
             del fetched  # its pictures would stay in host memory through a validation
+
+        # What this process does once, when the first iterations have shown what it needs.
         if iteration == self.first:
-            self.iteration.report_pending()
+            self.iterations.report_pending()
             keep_from_garbage_collection()
-        if iteration - self.first + 1 == self.allocates_after and self._saves_in_background_after(iteration):
-            self.iteration.report_pending()
+        if iteration - self.first + 1 == steps_before_allocation(self.config) and self._saves_in_background(iteration):
+            self.iterations.report_pending()
             self.saver.prepare(self.progress)
+
+        # Without a validation or a save, the device is left with work: its result is read in the next iteration.
         if not self._is_anything_due(iteration):
             self._finish_save(iteration, writing=writing)
             return False
-        self.iteration.report_pending()
-        return self._do_what_is_due(iteration, stop)
+        self.iterations.report_pending()
+        return self._do_what_is_due(iteration)
 
-    def _flags(self, stop: StopRules) -> tuple[bool, bool, bool]:
+    def _launch(self, fetched: Fetched) -> None:
+        """Launch the training on a batch, unless its iteration is left out, and report the previous iteration; a
+        collective call."""
+        trainer, iterations = self.trainer, self.iterations
+        iterations.count(fetched.counts)
+        rates = learning_rates(trainer.run, trainer.scheduler)  # the step changes them
+        step: LaunchedStep | None = None
+        by_epochs = self.config.training.samples_to_read is not None  # the learning rate then follows what was read
+        if not iterations.leaves_out_next:
+            with explain_out_of_memory(trainer.run, trainer.groups, self.progress.iteration + 1):
+                step = train_step(
+                    trainer.groups,
+                    trainer.chunks,
+                    trainer.optimizer,
+                    trainer.scheduler,
+                    fetched.batches,
+                    fetched.counts.num_read if by_epochs else iterations.size,
+                    trainer.graphs,
+                    only_if_finite=iterations.only_if_finite,
+                )
+        iterations.launched(fetched, step, rates)
+
+    def _flags(self) -> tuple[bool, bool, bool]:
         """Return whether this rank would stop, still writes in the background, and could not write its metrics."""
-        return stop.due(), self.saver.busy, self.reporter.problem is not None
+        return self.stop.due(), self.saver.busy, self.reporter.problem is not None
 
     def _is_anything_due(self, iteration: int) -> bool:
         return (
             self.is_complete
-            or self.validator.due(iteration)
-            or self.answerer.due(iteration)
+            or self.validator.due(iteration, is_last=False)
+            or self.answerer.due(iteration, is_last=False)
             or self._saves(iteration)
-            or is_due(iteration, self.run.checkpoint.non_persistent_save_interval)
+            or is_due(iteration, self.config.checkpoint.non_persistent_save_interval)
         )
 
     def _saves(self, iteration: int) -> bool:
-        checkpoint = self.run.checkpoint
+        checkpoint = self.config.checkpoint
         return checkpoint.saves and is_due(iteration, checkpoint.save_interval)
 
-    def _saves_in_background_after(self, iteration: int) -> bool:
+    def _saves_in_background(self, iteration: int) -> bool:
         """Return whether a save in the background is due after an iteration: the last one is waited for."""
-        checkpoint, last = self.run.checkpoint, self.run.training.num_iterations
+        checkpoint, last = self.config.checkpoint, self.config.training.num_iterations
         temporary = checkpoint.non_persistent_save_interval
         intervals = [checkpoint.save_interval, None if checkpoint.non_persistent_local_dir else temporary]
         due = [(iteration // interval + 1) * interval for interval in intervals if interval is not None]
         return checkpoint.async_save and min(due, default=last) < last
 
-    def _do_what_is_due(self, iteration: int, stop: StopRules) -> bool:
+    def _do_what_is_due(self, iteration: int) -> bool:
         """Validate, answer questions and save after an iteration; returns whether to stop. What takes minutes is not
         begun if a rank has been asked to stop."""
-        asked, writing, failed = any_rank(self.groups, *self._flags(stop))
+        asked, writing, failed = (count > 0 for count in sum_over_ranks(self.groups, self._flags()))
         if failed:
             self.raise_log_problem()
-        if self.validator.due(iteration) and (self.is_complete or not asked):
+        if self.validator.due(iteration, is_last=self.is_complete) and (self.is_complete or not asked):
             self.reporter.validation(self.validator.run(iteration))  # before the save, which a resumed run starts from
-        if self.answerer.due(iteration) and (self.is_complete or not asked):
+        if self.answerer.due(iteration, is_last=self.is_complete) and (self.is_complete or not asked):
             self.reporter.answers(self.answerer.run(iteration))
         self._save(iteration, is_last=self.is_complete or asked, writing=writing)
         return asked
 
     def _save(self, iteration: int, *, is_last: bool, writing: bool) -> None:
         """Save if the iteration is due, or else finish the save in the background once no rank is `writing`."""
-        config = self.run.checkpoint
+        config = self.config.checkpoint
         persistent = self._saves(iteration) or (config.saves and is_last)
         if persistent or is_due(iteration, config.non_persistent_save_interval):
             self.watchdog.begin(f"saving iteration {iteration}")
             background = config.async_save and not is_last
-            self.saver.save(self.progress, self.iteration.loader_state(), background=background, persistent=persistent)
+            self.saver.save(self.progress, self.iterations.loader_state(), background=background, persistent=persistent)
             self.saved = iteration if persistent else self.saved
         else:
             self._finish_save(iteration, writing=writing)
@@ -185,8 +215,8 @@ class _Loop:
         """Save the last iteration of a run that stops, unless it has been saved. The next batch has been read already,
         but it is not trained on."""
         self.watchdog.begin(f"saving iteration {iteration}")
-        if self.run.checkpoint.saves and self.saved != iteration:
-            self.saver.save(self.progress, self.iteration.loader_state(before_batch=True))
+        if self.config.checkpoint.saves and self.saved != iteration:
+            self.saver.save(self.progress, self.iterations.loader_state(before_batch=True))
         else:
             self.saver.finish(iteration)
 
@@ -198,7 +228,7 @@ class _Loop:
         """After an error on all ranks: report the previous iteration, finish the save that is being written and close
         the logs; a collective call."""
         self.watchdog.begin("finishing a save")
-        warn_on_failure("the previous iteration", self.iteration.report_pending)
+        warn_on_failure("the previous iteration", self.iterations.report_pending)
         warn_on_failure("the previous save", lambda: self.saver.finish(self.progress.iteration))
         self.watchdog.begin("closing the logs")
         self.reporter.close()

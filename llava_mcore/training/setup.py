@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -16,20 +15,16 @@ from megatron.core.transformer.attention import Attention
 from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adaptation import AdapterSetup, adapter_setup_of
-from llava_mcore.adapters.adapter_state import load_adapters
 from llava_mcore.adapters.attach import attach_adapters
-from llava_mcore.adapters.peft_weights import load_peft_folder
+from llava_mcore.adapters.factors import load_adapters, load_peft_folder
 from llava_mcore.adapters.quantized import multiply_in_fp8, quantize_model
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.node_local import is_local, load_local_weights
-from llava_mcore.config.rules.adapter import restores_matrices
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.connectors.perceiver_resampler import PerceiverLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
@@ -39,10 +34,14 @@ from llava_mcore.parallel.random import seed_replicas
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.model_graphs import model_graphs
-from llava_mcore.training.layer_choice import transformer_impl
 from llava_mcore.training.loss_terms import loss_terms
-from llava_mcore.training.optimization.gradients import TowerGradients
-from llava_mcore.training.optimization.optimizer import build_optimizer, build_scheduler, data_parallel, params_dtype
+from llava_mcore.training.model_options import model_options
+from llava_mcore.training.optimization.optimizer import (
+    TowerGradients,
+    build_optimizer,
+    build_scheduler,
+    data_parallel,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -104,22 +103,26 @@ def build_trainer(
     Args:
         begin: called with the name of each phase.
     """
+    # What the model is, which of its parameters are trained, and this rank's part of it.
     begin("building the model")
     hf, adapter_setup = raise_together(groups, lambda: _read_model(run, start))
     trained = trained_parameters(hf, run.model) if adapter_setup is None else adapter_setup.trained
     models = raise_together(groups, lambda: build_models(run, groups, hf, trained, initialize=start.checkpoint is None))
+    # The weights of the checkpoint; with adapters those of the base, then the adapters.
     begin("loading the weights")
     if adapter_setup is not None:
         quantize, seed = run.adapter.quantize, run.training.seed
         load_adapted(models, adapter_setup, groups, quantize=quantize, multiplies_in_fp8=run.training.fp8, seed=seed)
     elif start.checkpoint is not None:
         load_checkpoint(models, start.checkpoint, groups)
+    # Data parallelism, optimizer and schedule.
     begin("building the optimizer")
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
     chunks = raise_together(
         groups, lambda: [data_parallel(run, groups, x, buckets=i == 0) for i, x in enumerate(models)]
     )
     optimizer, scheduler = raise_together(groups, lambda: _build_optimizer(run, models, chunks))
+    # From here on, data-parallel ranks draw different dropout masks.
     seed_replicas(run.training.seed)
     _log_parts(models, groups)
     trained_parts = frozenset(name.partition(".")[0] for name, is_trained in trained.items() if is_trained)
@@ -175,6 +178,7 @@ def load_adapted(
     seed: int,
 ) -> None:
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
+    # The base first: what is quantized are its weights.
     load_checkpoint(models, adapter_setup.base.folder, groups)
     if quantize != "none" and multiplies_in_fp8:
         raise_together(groups, lambda: multiply_in_fp8(models, adapter_setup.layers))
@@ -196,6 +200,7 @@ def load_adapted(
                 load_peft_folder(models, adapter_setup.folders[plan.name], plan, adapter_setup.layers, groups)
 
     raise_together(groups, attach)
+    # Adapters that a run has saved, if it starts from such a checkpoint.
     checkpoint = adapter_setup.checkpoint
     if checkpoint is not None:
         raise_together(groups, lambda: load_adapters(models, checkpoint, adapter_setup.own_names, groups.rank))
@@ -209,6 +214,7 @@ def build_models(
     Args:
         trained: for every parameter of the whole model, whether it is trained.
     """
+    # One model, or the chunks of an interleaved pipeline. Only the first has the tower, only the last the loss.
     options = model_options(run, groups, hf, initialize=initialize)
     num_virtual = options.stages.virtual
     set_virtual_stages(num_virtual)
@@ -222,6 +228,7 @@ def build_models(
         )
         for i in range(num_virtual or 1)
     ]
+    # What depends on the run, and not on the model alone.
     for model in models:
         set_trained(model, trained)
         if options.transformer_impl == "transformer_engine":
@@ -236,47 +243,6 @@ def build_models(
     return models
 
 
-def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialize: bool) -> ModelOptions:
-    """Return the run's options for building its model."""
-    model = run.model
-    return ModelOptions(
-        params_dtype=params_dtype(run),
-        tensor_model_parallel_size=groups.tp_size,
-        pipeline_model_parallel_size=groups.pp_size,
-        on_cpu=restores_matrices(run),
-        plain_linears=restores_matrices(run),
-        stages=stages(run, groups, hf.text_config.num_hidden_layers),
-        sequence_parallel=run.parallel.sequence_parallel,
-        attention_backend=model.attention_backend,
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
-        initialize=initialize,
-        deterministic=run.training.deterministic,
-        transformer_impl=transformer_impl(run, groups, hf),
-        fp8=fp8_options(run),
-        recompute=recompute_options(model, model.recompute),
-        recompute_vision=recompute_options(model, model.recompute_vision),
-        vision_data_parallel=run.parallel.vision_data_parallel,
-    )
-
-
-def stages(run: RunConfig, groups: Groups, num_layers: int) -> Stages:
-    """Return how the language model's layers are split over pipeline stages."""
-    parallel = run.parallel
-    chunk = parallel.num_layers_per_virtual_pipeline_stage
-    return Stages(
-        first=parallel.num_layers_in_first_pipeline_stage,
-        last=parallel.num_layers_in_last_pipeline_stage,
-        virtual=None if chunk is None else num_layers // groups.pp_size // chunk,
-    )
-
-
-def recompute_options(model: ModelConfig, granularity: Literal["none", "selective", "full"]) -> Recompute | None:
-    """Return what is recomputed in a part's backward pass, or None."""
-    if granularity == "none":
-        return None
-    return Recompute(granularity, model.recompute_method, model.recompute_num_layers, model.recompute_modules)
-
-
 def fuse_weight_gradients(model: VisionLanguageModel) -> None:
     """Let Transformer Engine's layers add weight gradients to the fp32 sum themselves, without a copy in between.
 
@@ -286,21 +252,6 @@ def fuse_weight_gradients(model: VisionLanguageModel) -> None:
     for module in model.modules():
         if vars(module).get("fuse_wgrad_accumulation") is False:
             module.fuse_wgrad_accumulation = True
-
-
-def fp8_options(run: RunConfig) -> Fp8Options | None:
-    """Return the options for FP8, or None."""
-    training = run.training
-    if not training.fp8:
-        return None
-    return Fp8Options(
-        recipe=training.fp8_recipe,
-        format=training.fp8_format,
-        num_bf16_layers_at_start=training.fp8_first_layers_bf16,
-        num_bf16_layers_at_end=training.fp8_last_layers_bf16,
-        vision=training.fp8_vision,
-        maximum_over_tensor_parallel=training.fp8_maximum_over == "tensor_parallel",
-    )
 
 
 def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:

@@ -106,7 +106,7 @@ def train_step(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     batches: SharedStep,
-    global_batch_size: int,
+    num_samples: int,
     graphs: Sequence[LayerGraphs] = (),
     *,
     only_if_finite: bool = False,
@@ -116,24 +116,28 @@ def train_step(
     The host does not wait for the device, so it can launch the next step while this one is computed.
 
     Args:
+        num_samples: by which the learning-rate schedule advances.
         only_if_finite: keep the weights as they were if loss or gradient norm are not finite. The host waits for both
             before the update. It does so for fp16 too, whose loss scaler decides on the update.
     """
+    # Shapes that the last step ran without a graph get theirs; gradients begin at zero.
     for part in graphs:
         part.capture()
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    # Gradients of all micro-batches, and the sums of their losses. Nothing waits for the device.
     reports = forward_backward(chunks, batches)
     lr = scheduler.get_lr({})
     sums = _StepSums(groups, reports)
+    # The update, and with it the schedule.
     norm: Tensor | float | None
     if only_if_finite:
         updated, norm = update_unless(optimizer, lambda norm: not (sums.is_finite() and math.isfinite(norm)))
     else:
         updated, norm, _ = optimizer.step()
     if updated:  # fp16 skips an update whose gradients overflowed
-        scheduler.step(increment=global_batch_size)
+        scheduler.step(increment=num_samples)
     return LaunchedStep(
         sums,
         AsyncHostCopy(torch.as_tensor(0.0 if norm is None else norm).reshape(1)),

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from llava_mcore.checkpoint.fp8_scales import scaled_modules
 from llava_mcore.data.loader.validation_data import ValidationData, ValidationPass
-from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.parallel.batch import HostBatch, fill_rows, without_loss
-from llava_mcore.parallel.groups import agree, sum_over_ranks
+from llava_mcore.parallel.groups import sum_over_ranks
 from llava_mcore.parallel.random import kept_random_state
 from llava_mcore.parallel.share import share_step
-from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.parallel.together import raise_listed
 from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.training.fetch import SkipBudget
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import LOSS, forward_backward
 
@@ -71,21 +72,21 @@ class Validator:
         self.most_batches = run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size)
         self._has_told = False
 
-    def due(self, iteration: int) -> bool:
+    def due(self, iteration: int, *, is_last: bool) -> bool:
         """Return whether a validation follows this iteration."""
         interval = self.trainer.run.validation.eval_interval
-        return interval is not None and (
-            iteration % interval == 0 or iteration == self.trainer.run.training.num_iterations
-        )
+        return interval is not None and (iteration % interval == 0 or is_last)
 
     def run(self, iteration: int) -> ValidationResult:
         """Run one validation. DataError on all ranks if any cannot read the data, or too much of it is broken."""
         start = time.perf_counter()
         groups = self.trainer.groups
+        # Every pass reads the same samples, so that validations can be compared.
         passing = None if self.data is None else self.data.open(groups.dp_rank, groups.dp_size)
         budget = SkipBudget(self.trainer.run.data.max_skip_rate)
         sums = torch.zeros(2, dtype=torch.float64)  # loss, trained tokens; of this rank's replica
         used = skipped = rounds = 0
+        # As many micro-batches as a training step has at a time, until no replica has any left.
         try:
             with without_side_effects(self.trainer):
                 while True:
@@ -100,6 +101,7 @@ class Validator:
             if passing is not None:
                 passing.close()
         self._has_told = True
+        # The mean over the trained tokens of all replicas.
         budget.check(groups, used, skipped)
         dist.all_reduce(sums, group=groups.control)
         loss = sums[0].item() / sums[1].item() if sums[1] else math.nan
@@ -124,9 +126,7 @@ class Validator:
                 batches = [batch for _, batch in zip(range(self.most_batches), passing, strict=False)]
             except LlavaMcoreError as error:
                 problem = str(error)
-        messages = agree(groups, problem)
-        if messages:
-            raise DataError(problems("validation data cannot be used", messages), on_all_ranks=True)
+        raise_listed(groups, problem, DataError, "validation data cannot be used")
         if not self._has_told:
             budget.report(batches)
         counts = [0] * groups.dp_size

@@ -1,1 +1,1 @@
-"""Declarative mapping between Hugging Face and Megatron weights: pure torch, no process groups."""
+"""Mapping between Hugging Face and Megatron weights: entries, layouts, names, slices. Pure torch, no process groups."""

@@ -119,3 +119,10 @@ class KnownNames:
             raise ConversionError(problems(f"{source} does not contain a complete model", missing))
         lm_head = next((name for name in dict.fromkeys(self.lm_head.values()) if name in names), self.lm_head[text])
         return HfNames(vision, projection, text, lm_head, newline)
+
+
+FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Name of a separate norm, with torch's layers -> its name in checkpoints."""

@@ -13,6 +13,7 @@ from llava_mcore.checkpoint.checksums import of_file
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import read_metrics, run
 from tests.helpers.exploits import Exploit, torch_saved
+from tests.helpers.forked_training import train_forked
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -29,21 +30,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    root: Path, *more: object, megatron: str = "megatron", hf: str = "hf", data: str = "data", expect: int = 2
+    root: Path, *more: object, megatron: str = "megatron", hf: str = "hf", data: str = "data", fails: bool = True
 ) -> str:
-    """Train on two data-parallel ranks, expect failure, and return what was printed."""
+    """Train on two data-parallel ranks, expect failure unless told otherwise, and return what was printed."""
     start = time.monotonic()
     places = ("--megatron-load-dir", root / megatron, "--tokenizer-load-dir", root / hf, "--data-path", root / data)
     sizes = ("--train-iters", 12, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64)
     flags = ("-g", 2, *places, *sizes, "--save-dir", root / "save", "data.num_workers=1", *more)
-    text = run("train/run.py", *flags, expect=expect)
+    text = run("train/run.py", *flags, expect=2) if fails else train_forked(*flags)
     assert time.monotonic() - start < SECONDS
-    assert text.count("error: ") == (1 if expect else 0), text
+    assert text.count("error: ") == (1 if fails else 0), text
     return text
 
 
 @pytest.mark.long
 def test_a_checkpoint_of_another_model(root: Path) -> None:
+    """The message names the tensors that do not fit."""
     shutil.copytree(root / "megatron", root / "other")
     path = root / "other" / "iter_0000000" / "hf" / "config.json"
     config = json.loads(path.read_text())
@@ -57,7 +59,7 @@ def test_a_checkpoint_of_another_model(root: Path) -> None:
 @pytest.mark.long
 def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_runs_nothing(root: Path) -> None:
     own = ("--name", "own", "--save-interval", 2, "--save-optim")
-    assert "files match their checksums" in train(root, *own, "--train-iters", 4, expect=0)
+    assert "files match their checksums" in train(root, *own, "--train-iters", 4, fails=False)
     newest = root / "save" / "own" / "iter_0000004"
     place = newest / "loader" / "dp_00001.pt"
     whole = place.read_bytes()
@@ -72,13 +74,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_runs_nothing(root
     place.write_bytes(whole[:-100] + b"x" + whole[-99:])
     content["files"]["loader/dp_00001.pt"] = place.stat().st_size
     (newest / "run.json").write_text(json.dumps(content))
-    text = train(root, *own, "--load-optim", "--train-iters", 6, expect=0)
+    text = train(root, *own, "--load-optim", "--train-iters", 6, fails=False)
     assert f"{newest}: loader/dp_00001.pt is damaged" in text and "resumed at iteration 2" in text
     assert [line["iteration"] for line in read_metrics(root / "save" / "own")] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.long
 def test_a_folder_without_tokenizer(root: Path) -> None:
+    """The message names the folder."""
     shutil.copytree(root / "hf", root / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (root / "bare" / name).unlink()
@@ -103,7 +106,7 @@ def test_broken_pictures_are_left_out_until_they_are_too_many(root: Path) -> Non
     assert "more than data.max_skip_rate = 0 (--max-skip-rate) allows" in text
     error = text[text.index("error: ") :]
     assert "sample000" in error and ".tar" in error and "the picture cannot be decoded" in error
-    text = train(root, "--packing", expect=0, data="broken")
+    text = train(root, "--packing", fails=False, data="broken")
     assert "skipped: " in text and "sample00017" in text and "000001.tar" in text
     metrics = read_metrics(root / "save" / "run")
     assert sum(m["num_skipped"] for m in metrics) >= 2 and all(m["loss"] > 0 for m in metrics)

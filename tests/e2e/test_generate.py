@@ -1,4 +1,4 @@
-"""`generate` in its own processes: a checkpoint at tp x pp writes the same file as transformers on its folder."""
+"""`generate`: a checkpoint at tp x pp, in processes of its own, writes the same file as transformers on its folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llava_mcore.cli import generate as generate_command
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import ROOT
 from tests.helpers.shards import make_dataset
@@ -43,11 +44,13 @@ def generate(*arguments: object, expect: int = 0) -> str:
 def answers(root: Path, name: str, *model: object) -> bytes:
     out = root / f"{name}.jsonl"
     asked = ("--data-path", root / "data", "--num-samples", NUM_PICTURES, "--max-new-tokens", 4)
-    generate(*model, *asked, "--out", out)
+    arguments = [str(argument) for argument in (*model, *asked, "--out", out)]
+    assert generate_command.main(arguments) == 0
     return out.read_bytes()
 
 
 def test_answers_at_every_layout(root: Path) -> None:
+    """The command runs here; the processes that it starts for tp x pp are forked from the tests' server."""
     expected = answers(root, "hf", "--hf-dir", root / "hf")
     lines = [json.loads(line) for line in expected.splitlines()]
     assert len(lines) == NUM_PICTURES and len({line["answer"] for line in lines}) > 3

@@ -86,6 +86,7 @@ def test_sigterm_to_every_process_still_saves(ended: tuple[Path, int, str]) -> N
 
 
 def test_lines_of_the_chosen_interval(ended: tuple[Path, int, str]) -> None:
+    """The console has a line every third step."""
     _, _, text = ended
     lines = [int(number) for number in re.findall(r"^step (\d+)/100000 ", text, re.MULTILINE)]
     assert lines[:3] == [3, 6, 9] and not any(number % 3 for number in lines)
@@ -115,6 +116,7 @@ def test_saves_are_measured(ended: tuple[Path, int, str]) -> None:
 
 
 def test_profile_of_the_chosen_iterations_and_rank(ended: tuple[Path, int, str]) -> None:
+    """One trace is written, of these iterations of that rank."""
     (file,) = (ended[0] / "profile").iterdir()
     assert file.name == "rank_00001.iterations_2-3.trace.json.gz"
     with gzip.open(file) as handle:

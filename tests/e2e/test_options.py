@@ -16,8 +16,9 @@ from transformers import LlavaForConditionalGeneration
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.templates.named import family_format
-from llava_mcore.training.carried_folder import write_init_folder
+from llava_mcore.training.saving.hf_files import write_init_folder
 from tests.helpers.commands import read_metrics, run
+from tests.helpers.forked_training import train_forked
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -34,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def losses(root: Path, name: str, *flags: object) -> list[float]:
     places = ("--tokenizer-load-dir", root / "hf", "--data-path", root / "data", "--save-dir", root / "save")
     sizes = ("--train-iters", 3, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64, "--lr", 1e-3)
-    run("train/run.py", "-g", 2, "--name", name, *places, *sizes, "data.num_workers=0", *flags)
+    train_forked("-g", 2, "--name", name, *places, *sizes, "data.num_workers=0", *flags)
     found: list[Any] = [m["loss"] for m in read_metrics(root / "save" / name)]
     assert len(found) == 3 and all(map(math.isfinite, found))
     return found
@@ -60,16 +61,16 @@ def test_checkpoints_have_the_tokenizer_of_training(root: Path, tmp_path: Path) 
     vocabulary["added_tokens"][-1]["lstrip"] = not vocabulary["added_tokens"][-1]["lstrip"]
     file.write_text(json.dumps(vocabulary))
 
-    def train(tokenizer: Path, iterations: int, expect: int = 0) -> str:
+    def flags(tokenizer: Path, iterations: int) -> list[object]:
         places = ("--megatron-load-dir", root / "megatron", "--data-path", root / "data", "--save-dir", tmp_path)
         sizes = ("--train-iters", iterations, "--micro-batch-size", 2, "--global-batch-size", 2, "--seq-length", 64)
-        flags = ("--tokenizer-load-dir", tokenizer, "--save", "--save-optim", "--load-optim", "data.num_workers=0")
-        return run("train/run.py", "-g", 1, "--name", "run", *places, *sizes, *flags, expect=expect)
+        saving = ("--tokenizer-load-dir", tokenizer, "--save", "--save-optim", "--load-optim", "data.num_workers=0")
+        return ["-g", 1, "--name", "run", *places, *sizes, *saving]
 
-    train(tmp_path / "other", 1)
+    train_forked(*flags(tmp_path / "other", 1))
     carried = tmp_path / "run" / "iter_0000001" / "hf" / "tokenizer.json"
     assert carried.read_bytes() == file.read_bytes() != (root / "hf" / "tokenizer.json").read_bytes()
-    assert "cannot be resumed with the tokenizer of" in train(root / "hf", 2, expect=2)
+    assert "cannot be resumed with the tokenizer of" in run("train/run.py", *flags(root / "hf", 2), expect=2)
 
 
 @pytest.mark.parametrize("tie", [False, True])

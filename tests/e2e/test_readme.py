@@ -72,6 +72,17 @@ def test_readme_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_tiny_model_goes_all_the_way(tmp_path: Path) -> None:
+    """docs/try.md as it is: at the end the model knows the color."""
+    page = (ROOT / "docs" / "try.md").read_text(encoding="utf-8")
+    printed = run_commands(shell_blocks(page), tmp_path)
+    assert "It is green." in printed.splitlines()
+    losses = [m["loss"] for m in read_metrics(tmp_path / "runs" / "colors")]
+    assert len(losses) == 63 and losses[0] > 5 and losses[-1] < 1
+    assert "63 iterations" in printed and "as a Hugging Face folder: python -m llava_mcore export-hf" in printed
+
+
+@pytest.mark.long
 def test_commands_from_parts_to_a_trained_model(tmp_path: Path) -> None:
     """docs/build.md: a language model and a vision tower become a LLaVA that is trained in two stages."""
     make_sources(tmp_path)

@@ -1,8 +1,13 @@
-"""Kill a run with -9 and resume it: the rest is equal bit for bit (tests/parallel resume at other layouts)."""
+"""Kill a run with -9 and resume it: the rest is equal bit for bit (tests/parallel resume at other layouts).
+
+LLaVA's run is killed and resumed as a user types it, with torchrun. Ranks of the others are forked.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from tests.helpers.commands import read_metrics, run, run_and_kill
+from tests.helpers.forked_training import train_forked
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import make_hf_qwen
@@ -61,49 +67,85 @@ ASKS = ("--eval-generate", 4, "--eval-generate-samples", 5, "--eval-generate-max
 PIXELS = ("--min-pixels", 700, "--max-pixels", 5000, "--video-max-pixels", 6000)
 VALIDATES = ("--eval-interval", 4)
 QWEN = ("--train-iters", ITERATIONS, "--global-batch-size", 4, "--packing")
-CASES: dict[str, tuple[tuple[int, int, int], list[object]]] = {
-    "llava": ((1, 1, 2), [*RAMP, *WSD, *ASKS, *VALIDATES, "--dist-optim", "optimizer.vision_lr=2e-3"]),
-    "qwen": ((2, 1, 1), [*QWEN, *PIXELS]),
-    "qwen3": ((1, 2, 1), [*QWEN, "--max-pixels", 5000]),
+
+
+def check_pixels_were_carried(save: Path) -> None:
+    """The checkpoint of the resumed run has the limits of pixels that it was given."""
+    assets = load_assets(save / "qwen-broken" / f"iter_{ITERATIONS:07}" / "hf")
+    assert (assets.pixels.smallest, assets.pixels.largest) == (700, 5000)
+    assert assets.video_pixels.largest == 6000
+
+
+def check_schedules(save: Path) -> None:
+    """Validations, answers, batch sizes and learning rates are those of the flags."""
+    whole, found = read_metrics(save / "llava-whole"), validations(save / "llava-whole")
+    assert [line["iteration"] for line in found] == [4, 8, 12] and found[0]["loss"] > found[-1]["loss"]
+    answers = validations(save / "llava-whole", "answers.jsonl")
+    assert [line["iteration"] for line in answers] == [4, 8, 12]
+    assert [m["consumed_samples"] for m in whole[6:]] == [28, 32, 40, 48, 56, 64]
+    rates = [m["lr_by_part"] for m in whole if m["lr_by_part"]]
+    assert all(rate["vision_model"] == pytest.approx(2 * rate["language_model"]) for rate in rates)
+    assert rates[-1]["language_model"] < rates[1]["language_model"] == 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained.
+
+    layout: tp, pp, dp.
+    films: on pictures and videos of many sizes.
+    as_typed: whether the run that is killed and resumed is started as a user does.
+    check: of the folder of both runs.
+    """
+
+    layout: tuple[int, int, int]
+    flags: Sequence[object]
+    films: bool = False
+    as_typed: bool = False
+    check: Callable[[Path], None] | None = None
+
+
+CASES = {
+    "llava": Case(
+        (1, 1, 2),
+        [*RAMP, *WSD, *ASKS, *VALIDATES, "--dist-optim", "optimizer.vision_lr=2e-3"],
+        as_typed=True,
+        check=check_schedules,
+    ),
+    "qwen": Case((2, 1, 1), [*QWEN, *PIXELS], films=True, check=check_pixels_were_carried),
+    "qwen3": Case((1, 2, 1), [*QWEN, "--max-pixels", 5000], films=True),
 }
-"""Model -> layout (tp, pp, dp) and flags. Qwen's have dropout."""
+"""By model. Qwen's have dropout."""
 
 
-def flags_of(material: dict[str, Path], case: str, name: str) -> list[Any]:
-    """Return the command of a case."""
-    layout, more = CASES[case]
-    films = ("--data-path", material["root"] / "films", "--seq-length", 192) if case != "llava" else ()
-    return flags(material, name, case, *layout, *films, *more)
+def flags_of(material: dict[str, Path], name: str, run_name: str) -> list[Any]:
+    """Return the flags of a case."""
+    case = CASES[name]
+    films = ("--data-path", material["root"] / "films", "--seq-length", 192) if case.films else ()
+    return flags(material, run_name, name, *case.layout, *films, *case.flags)
 
 
-@pytest.mark.parametrize("case", ["llava", *(pytest.param(case, marks=pytest.mark.long) for case in ("qwen", "qwen3"))])
-def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], case: str) -> None:
-    save = material["root"] / "save"
-    run("train/run.py", *flags_of(material, case, f"{case}-whole"))
-    whole = read_metrics(save / f"{case}-whole")
+@pytest.mark.parametrize("name", ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen", "qwen3"))])
+def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], name: str) -> None:
+    save, case = material["root"] / "save", CASES[name]
+    train_forked(*flags_of(material, name, f"{name}-whole"))
+    whole = read_metrics(save / f"{name}-whole")
     assert [m["iteration"] for m in whole] == list(range(1, ITERATIONS + 1))
 
-    again = flags_of(material, case, f"{case}-broken")
-    run_and_kill(save / f"{case}-broken", 8, "train/run.py", *again)
-    run("train/run.py", *again)
-    broken = read_metrics(save / f"{case}-broken")
+    again = flags_of(material, name, f"{name}-broken")
+    if case.as_typed:
+        run_and_kill(save / f"{name}-broken", 8, "train/run.py", *again)
+        run("train/run.py", *again)
+    else:
+        train_forked(*again, kill_at=8)
+        train_forked(*again)
+    broken = read_metrics(save / f"{name}-broken")
     for key in (
         *("iteration", "loss", "grad_norm", "lr", "lr_by_part", "num_tokens", "consumed_samples"),
         *("num_conversations", "skipped_iterations"),
     ):
         assert [m[key] for m in broken] == [m[key] for m in whole], key
-    assert validations(save / f"{case}-broken") == validations(save / f"{case}-whole")
-    answers = [validations(save / f"{case}-{way}", "answers.jsonl") for way in ("broken", "whole")]
-    assert answers[0] == answers[1]
-    if case == "qwen":
-        assets = load_assets(save / "qwen-broken" / f"iter_{ITERATIONS:07}" / "hf")
-        assert (assets.pixels.smallest, assets.pixels.largest) == (700, 5000)
-        assert assets.video_pixels.largest == 6000
-    elif case == "llava":
-        found = validations(save / f"{case}-whole")
-        assert [line["iteration"] for line in found] == [4, 8, 12] and found[0]["loss"] > found[-1]["loss"]
-        assert [line["iteration"] for line in answers[0]] == [4, 8, 12]
-        assert [m["consumed_samples"] for m in whole[6:]] == [28, 32, 40, 48, 56, 64]
-        rates = [m["lr_by_part"] for m in whole if m["lr_by_part"]]
-        assert all(rate["vision_model"] == pytest.approx(2 * rate["language_model"]) for rate in rates)
-        assert rates[-1]["language_model"] < rates[1]["language_model"] == 1e-3
+    for file in ("validation.jsonl", "answers.jsonl"):
+        assert validations(save / f"{name}-broken", file) == validations(save / f"{name}-whole", file)
+    if case.check is not None:
+        case.check(save)

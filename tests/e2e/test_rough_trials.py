@@ -24,6 +24,7 @@ def test_no_two_trials_have_one_name() -> None:
 
 @pytest.mark.parametrize("trial", [trial for trial in TRIALS if trial.quick], ids=lambda trial: trial.name)
 def test_a_quick_trial(trial: Trial, shared: Shared, tmp_path: Path) -> None:
+    """A user's mistake ends in one clear message."""
     run(trial, shared, tmp_path)
 
 

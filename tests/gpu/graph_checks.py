@@ -14,8 +14,7 @@ import torch
 from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import MicroBatchLoader, fetch_step
+from llava_mcore.training.fetch import MicroBatchLoader, SkipBudget, fetch_step
 from llava_mcore.training.graphs import model_graphs
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
@@ -28,8 +27,7 @@ from tests.helpers.emulated_graphs import small_buckets
 from tests.parallel.checks import join
 from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.graph_checks import OneRankFirstLoader
-from tests.parallel.option_checks import MIXED
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, make_trainer, run_config
 from tests.unit.training.test_layer_graphs import PACKS
 
 STEPS = 5

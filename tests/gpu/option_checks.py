@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,7 @@ from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
-from llava_mcore.training.batch_counts import LoadedBatch
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import MicroBatchLoader, fetch_step
+from llava_mcore.training.fetch import LoadedBatch, MicroBatchLoader, SkipBudget, fetch_step
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
@@ -25,44 +24,69 @@ from tests.helpers.class_checks import batch_of
 from tests.parallel.checks import join
 from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.frozen_checks import AWARE, DISTRIBUTED, OFFLOAD, OFFLOAD_HALF
-from tests.parallel.option_checks import FIRST, MIXED, SEQUENCE
+from tests.parallel.option_checks import FIRST, SEQUENCE
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, TrainingRun, make_trainer, run_all, run_config
 from tests.unit.training.test_layer_graphs import PACKS
 
 BF16 = te_checks.BF16 | TE
 HALF_MOMENTS = AWARE | {"optimizer.exp_avg_dtype": "bf16", "optimizer.exp_avg_sq_dtype": "bf16"}
 INTERLEAVED = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
+OWN_DISK = "checkpoint.non_persistent_local_dir"
 
 
 def curves(tp: int, pp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, list[float]]]:
-    """Train with and without each option that the layout allows; before " + " stands the run to compare with."""
+    """Train `option_runs`."""
     groups = join(tp, pp)
-    options: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "packed": {},
-        "delayed": FP8,
-        "plain + recompute selective": {"model.recompute": "selective"},
-        "plain + recompute full": {"model.recompute": "full", "model.recompute_vision": "full"},
-        "packed + recompute full": {"model.recompute": "full"},
-        "delayed + recompute selective": FP8 | {"model.recompute": "selective"},
-        "plain + precision-aware optimizer": AWARE,
-        "plain + half moments": HALF_MOMENTS,
-        "plain + optimizer on the host": OFFLOAD,
-        "plain + half of the optimizer on the host": OFFLOAD_HALF,
+    runs = {
+        name: TrainingRun(checkpoint, MIXED, BF16 | run.flags, run.packed)
+        for name, run in option_runs(tp, pp, groups.dp_size).items()
+    }
+    return run_all(groups, runs, save_dir)
+
+
+@dataclass(frozen=True)
+class OptionRun:
+    """A run with an option. `baseline`: the run that it is compared with."""
+
+    flags: dict[str, Any]
+    packed: bool = False
+    baseline: str | None = None
+
+    @property
+    def fp8(self) -> bool:
+        return bool(self.flags.get("training.fp8"))
+
+
+def option_runs(tp: int, pp: int, dp: int) -> dict[str, OptionRun]:
+    """Return the runs without options, and those with each option that the layout allows."""
+    plain = {"plain": OptionRun({}), "packed": OptionRun({}, packed=True), "delayed": OptionRun(FP8)}
+
+    def varied(baseline: str, flags: dict[str, Any]) -> OptionRun:
+        return OptionRun(plain[baseline].flags | flags, plain[baseline].packed, baseline)
+
+    recompute = {"model.recompute": "selective"}
+    options = plain | {
+        "plain + recompute selective": varied("plain", recompute),
+        "plain + recompute full": varied("plain", {"model.recompute": "full", "model.recompute_vision": "full"}),
+        "packed + recompute full": varied("packed", {"model.recompute": "full"}),
+        "delayed + recompute selective": varied("delayed", recompute),
+        "plain + precision-aware optimizer": varied("plain", AWARE),
+        "plain + half moments": varied("plain", HALF_MOMENTS),
+        "plain + optimizer on the host": varied("plain", OFFLOAD),
+        "plain + half of the optimizer on the host": varied("plain", OFFLOAD_HALF),
     }
     if tp > 1:
-        options |= {f"{name} + sequence parallel": options[name] | SEQUENCE for name in ("plain", "packed", "delayed")}
+        options |= {f"{name} + sequence parallel": varied(name, SEQUENCE) for name in plain}
     if pp > 1:
         options |= {
-            "plain + first stage smaller": {FIRST: 1},
-            "plain + interleaved": INTERLEAVED,
-            "packed + interleaved, distributed optimizer": INTERLEAVED | DISTRIBUTED,
+            "plain + first stage smaller": varied("plain", {FIRST: 1}),
+            "plain + interleaved": varied("plain", INTERLEAVED),
+            "packed + interleaved, distributed optimizer": varied("packed", INTERLEAVED | DISTRIBUTED),
         }
-    if pp > 1 or groups.dp_size > 1:  # too few tokens for FP8 at a time
-        options = {name: flags for name, flags in options.items() if not name.startswith("delayed")}
-    runs = {name: (checkpoint, MIXED, BF16 | flags) for name, flags in options.items()}
-    return run_all(groups, runs, save_dir)
+    if pp > 1 or dp > 1:  # too few tokens for FP8 at a time
+        options = {name: run for name, run in options.items() if not run.fp8}
+    return options
 
 
 def save_and_resume(
@@ -71,7 +95,7 @@ def save_and_resume(
     """Return the losses after a save and those after resuming it, for each kind of optimizer and place."""
     groups = join(tp, pp)
     found = {}
-    disk = {"checkpoint.non_persistent_save_interval": 1, "checkpoint.non_persistent_local_dir": f"{save_dir}/disk"}
+    disk = {"checkpoint.non_persistent_save_interval": 1, OWN_DISK: f"{save_dir}/disk"}
     kinds: dict[str, dict[str, Any]] = {
         "distributed": DISTRIBUTED,
         "aware": AWARE,
@@ -91,7 +115,7 @@ def save_and_resume(
         train_steps(groups, trainer, run, loader)
         state = None if loader is None else loader.state()
         Saver(trainer, Path(hf)).save(
-            TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), state, persistent="disk" not in name
+            TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), state, persistent=OWN_DISK not in flags
         )
         uninterrupted = train_steps(groups, trainer, run, loader)
         again = run_config(tp, pp, checkpoint, save_dir, **common, **{"checkpoint.load_optim": True})

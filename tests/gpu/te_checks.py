@@ -15,13 +15,11 @@ from llava_mcore.convert.logits_worker import given_media
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
 from llava_mcore.parallel.batch import longest_media
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.step import forward_backward
 from tests.helpers.batches import FakeLoader, PackedLoader
 from tests.parallel.checks import join, load_model, logits
-from tests.parallel.option_checks import MIXED
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, TrainingRun, make_trainer, run_all, run_config
 from tests.parallel.validation_checks import train_and_validate
 
 BF16 = {"training.precision": "bf16", "training.train_iters": 8}
@@ -102,15 +100,14 @@ def with_and_without_validation(material: dict[str, str], save_dir: str) -> dict
     return found
 
 
-def gradient_squares(tp: int, checkpoint: str, save_dir: str, kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def gradient_squares(tp: int, save_dir: str, kinds: dict[str, TrainingRun]) -> dict[str, Any]:
     """Return for each kind the squared norm of every gradient on this rank, and whether ranks hold parts of it."""
     groups = join(tp, 1)
     found = {}
-    for kind, flags in kinds.items():
-        run = run_config(tp, 1, checkpoint, save_dir, **(BF16 | flags))
-        trainer = make_trainer(groups, run)
-        opened = PackedLoader if "packed" in kind else FakeLoader
-        loader = opened(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
+    for kind, run in kinds.items():
+        trainer = make_trainer(groups, run_config(tp, 1, run.checkpoint, save_dir, **(BF16 | run.flags)))
+        opened = PackedLoader if run.packed else FakeLoader
+        loader = opened(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=run.text_only)
         number = GLOBAL_BATCH // 2
         batches, *_ = fetch_step(groups, loader if groups.loads_data else None, number, SkipBudget(0.0), trainer.fields)
         for chunk in trainer.chunks:
@@ -126,31 +123,48 @@ def gradient_squares(tp: int, checkpoint: str, save_dir: str, kinds: dict[str, d
 
 def torchs_losses(checkpoint: str, save_dir: str) -> list[float]:
     """Train with torch's layers on one GPU."""
-    return run_all(join(1, 1), {"torch": (checkpoint, MIXED, BF16)}, save_dir)["torch"]["loss"]
+    return run_all(join(1, 1), {"torch": TrainingRun(checkpoint, MIXED, BF16)}, save_dir)["torch"]["loss"]
+
+
+def is_coarse(run: TrainingRun) -> bool:
+    """Return whether a run multiplies or stores matrices in 8 bits."""
+    return run.flags.get("training.fp8", False) or run.flags.get("adapter.quantize") == "fp8"
 
 
 def curves(tp: int, pp: int, checkpoint: str, save_dir: str, fp8: bool = True) -> dict[str, dict[str, list[float]]]:
-    """Train at one layout: torch's layers, then Transformer Engine's, padded, packed, and in every FP8 recipe."""
-    runs: dict[str, tuple[str, set[int], dict[str, Any]]] = {
-        "local": (checkpoint, MIXED, BF16),
-        "te": (checkpoint, MIXED, BF16 | TE),
-        "packed te": (checkpoint, MIXED, BF16 | TE),
-        "distributed": (checkpoint, MIXED, BF16 | TE | {"parallel.use_distributed_optimizer": True}),
-        "text only": (checkpoint, set(range(8)), BF16 | TE),
-        "fp16": (checkpoint, MIXED, BF16 | TE | {"training.precision": "fp16", "training.loss_scale": 128.0}),
+    """Train `curve_runs` at one layout."""
+    return run_all(join(tp, pp), curve_runs(checkpoint, fp8=fp8), save_dir)
+
+
+def curve_runs(checkpoint: str, *, fp8: bool) -> dict[str, TrainingRun]:
+    """Return runs with torch's layers, then Transformer Engine's, padded, packed, and in every FP8 recipe."""
+    distributed = {"parallel.use_distributed_optimizer": True}
+    fp16 = {"training.precision": "fp16", "training.loss_scale": 128.0}
+    runs = {
+        "local": TrainingRun(checkpoint, MIXED, BF16),
+        "te": TrainingRun(checkpoint, MIXED, BF16 | TE),
+        "packed te": TrainingRun(checkpoint, MIXED, BF16 | TE, packed=True),
+        "distributed": TrainingRun(checkpoint, MIXED, BF16 | TE | distributed),
+        "text only": TrainingRun(checkpoint, range(GLOBAL_BATCH), BF16 | TE),
+        "fp16": TrainingRun(checkpoint, MIXED, BF16 | TE | fp16),
     }
     if fp8:
         for recipe in RECIPES:
-            runs[recipe] = (checkpoint, MIXED, BF16 | FP8 | {"training.fp8_recipe": recipe})
-        runs["delayed, e4m3"] = (checkpoint, MIXED, BF16 | FP8 | {"training.fp8_format": "e4m3"})
+            runs[recipe] = TrainingRun(checkpoint, MIXED, BF16 | FP8 | {"training.fp8_recipe": recipe})
+        runs["delayed, e4m3"] = TrainingRun(checkpoint, MIXED, BF16 | FP8 | {"training.fp8_format": "e4m3"})
         ends = {"training.fp8_first_layers_bf16": 1, "training.fp8_last_layers_bf16": 1}
         flags = {"training.fp8_recipe": "tensorwise", **ends}
-        runs["tensorwise, ends in bf16"] = (checkpoint, MIXED, BF16 | FP8 | flags)
-    return run_all(join(tp, pp), runs, save_dir)
+        runs["tensorwise, ends in bf16"] = TrainingRun(checkpoint, MIXED, BF16 | FP8 | flags)
+    return runs
 
 
 def adapters(tp: int, checkpoint: str, save_dir: str, nf4: bool) -> dict[str, dict[str, list[float]]]:
-    """Train adapters on torch's layers and on Transformer Engine's, whose norms are inside their matrices.
+    """Train `adapter_runs` on so many tensor-parallel ranks."""
+    return run_all(join(tp, 1), adapter_runs(tp, checkpoint, nf4=nf4), save_dir)
+
+
+def adapter_runs(tp: int, checkpoint: str, *, nf4: bool) -> dict[str, TrainingRun]:
+    """Return runs of adapters on torch's layers and on Transformer Engine's, whose norms are inside their matrices.
 
     nf4: only the runs on matrices of 4 bits, which need bitsandbytes; otherwise all other runs.
     """
@@ -164,22 +178,24 @@ def adapters(tp: int, checkpoint: str, save_dir: str, nf4: bool) -> dict[str, di
     }
     if nf4:
         quantized = lora | {"adapter.quantize": "nf4"}
-        runs = {"local": (checkpoint, MIXED, quantized), "te": (checkpoint, MIXED, quantized | TE)}
-        return run_all(join(tp, 1), runs, save_dir)
+        return {
+            "local": TrainingRun(checkpoint, MIXED, quantized),
+            "te": TrainingRun(checkpoint, MIXED, quantized | TE),
+        }
     dora = lora | {"adapter.dora": True}
     runs = {
-        "local": (checkpoint, MIXED, lora),
-        "te": (checkpoint, MIXED, lora | TE),
-        "packed te": (checkpoint, MIXED, lora | TE),
-        "recomputed te": (checkpoint, MIXED, lora | TE | {"model.recompute": "full"}),
-        "local dora": (checkpoint, MIXED, dora),
-        "te dora": (checkpoint, MIXED, dora | TE),
+        "local": TrainingRun(checkpoint, MIXED, lora),
+        "te": TrainingRun(checkpoint, MIXED, lora | TE),
+        "packed te": TrainingRun(checkpoint, MIXED, lora | TE, packed=True),
+        "recomputed te": TrainingRun(checkpoint, MIXED, lora | TE | {"model.recompute": "full"}),
+        "local dora": TrainingRun(checkpoint, MIXED, dora),
+        "te dora": TrainingRun(checkpoint, MIXED, dora | TE),
     }
     if tp == 1:  # of two ranks each would hold half of one of the blocks of 128 values
-        runs["te fp8 weights"] = (checkpoint, MIXED, lora | TE | {"adapter.quantize": "fp8"})
+        runs["te fp8 weights"] = TrainingRun(checkpoint, MIXED, lora | TE | {"adapter.quantize": "fp8"})
     for recipe in RECIPES:
-        runs[recipe] = (checkpoint, MIXED, lora | FP8 | {"training.fp8_recipe": recipe})
+        runs[recipe] = TrainingRun(checkpoint, MIXED, lora | FP8 | {"training.fp8_recipe": recipe})
     for recipe in ("delayed", "tensorwise"):
         only_fp8 = {"training.fp8_recipe": recipe, "adapter.quantize": "fp8"}
-        runs[f"{recipe}, no 16-bit copy"] = (checkpoint, MIXED, lora | FP8 | only_fp8)
-    return run_all(join(tp, 1), runs, save_dir)
+        runs[f"{recipe}, no 16-bit copy"] = TrainingRun(checkpoint, MIXED, lora | FP8 | only_fp8)
+    return runs

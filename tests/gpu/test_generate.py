@@ -19,6 +19,7 @@ from llava_mcore.models.language.registry import language_family
 from tests.helpers.cases import make_sharp_case
 from tests.helpers.packages import needs
 from tests.helpers.world import run_world
+from tests.parallel import answer_checks, generate_checks
 from tests.parallel.test_generate import CASES, conversations
 from tests.parallel.validation_checks import make_material
 
@@ -57,10 +58,9 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, tp: int, pp: int, smol
         jobs[case.name] = (str(folder / "megatron"), asked)
         if not language_family(config.text_config).shape(config.text_config).needs_local_layers:
             able[case.name] = jobs[case.name]
-    function = "tests.parallel.generate_checks:answers"
     for kind in ({"jobs": jobs}, {"jobs": able, "transformer_impl": "transformer_engine"}):
         arguments: dict[str, Any] = {"num_new": NUM_NEW, **kind}
-        for found in run_world(tp * pp, function, environment=NO_TF32, tp=tp, pp=pp, **arguments):
+        for found in run_world(tp * pp, generate_checks.answers, environment=NO_TF32, tp=tp, pp=pp, **arguments):
             assert found.keys() == kind["jobs"].keys()
             assert not [text for name, answers in found.items() for text in expected[name].unlike(name, answers)]
 
@@ -105,6 +105,6 @@ def test_training_is_the_same_with_answers(tmp_path: Path, more: dict[str, Any])
     if more:
         te |= {"training.micro_batch_size": 8}  # 8 x 48 tokens: a multiple of 128
     given: dict[str, Any] = {"tp": 1, "pp": 1, "save_dir": str(tmp_path), "more": te, **material}
-    (found,) = run_world(1, "tests.parallel.answer_checks:with_and_without", **given)
+    (found,) = run_world(1, answer_checks.with_and_without, **given)
     assert found["with"]["losses"] == found["without"]["losses"]
     assert found["with"]["weights"] == found["without"]["weights"]

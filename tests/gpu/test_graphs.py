@@ -10,6 +10,7 @@ import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
+from tests.gpu import graph_checks
 from tests.gpu.graph_checks import KINDS, TOWERS, WHOLE, Curve
 from tests.gpu.te_checks import RECIPES
 from tests.helpers.packages import needs
@@ -38,7 +39,7 @@ def test_graphs_change_no_number(checkpoint: Path, tmp_path: Path, tp: int, dp: 
     if kind == "nf4":
         needs("bitsandbytes")
     arguments = {"tp": tp, "kind": kind, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
-    assert_same(run_world(tp * dp, "tests.gpu.graph_checks:curves", **arguments)[0])
+    assert_same(run_world(tp * dp, graph_checks.curves, **arguments)[0])
 
 
 def assert_same(runs: dict[str, Curve]) -> None:
@@ -71,7 +72,7 @@ def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, dp: int, na
     make_hf_qwen(hf, name)
     import_hf(hf, tmp_path / "megatron")
     arguments = {"tp": tp, "kind": kind, "checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path)}
-    assert_same(run_world(tp * dp, "tests.gpu.graph_checks:tower_curves", hf=str(hf), **arguments)[0])
+    assert_same(run_world(tp * dp, graph_checks.tower_curves, hf=str(hf), **arguments)[0])
 
 
 def test_a_tower_in_fp8(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_a_tower_in_fp8(tmp_path: Path) -> None:
     make_hf_qwen(hf, "qwen2_5_vl", text_overrides=text, vision_overrides=vision)
     import_hf(hf, tmp_path / "megatron")
     arguments = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path), "hf": str(hf)}
-    found = run_world(1, "tests.gpu.graph_checks:fp8_curves", **arguments)[0]
+    found = run_world(1, graph_checks.fp8_curves, **arguments)[0]
     print(json.dumps(found))
     for recipe in RECIPES:
         assert found[recipe][0] == pytest.approx(found["bf16"][0], rel=0.02), recipe
@@ -104,6 +105,6 @@ def test_a_run_with_graphs_resumes_bit_for_bit(checkpoint: Path, tmp_path: Path,
         needs("bitsandbytes")
     hf = str(hf_folder(iteration_folder(checkpoint, 0)))
     arguments = {"kind": kind, "checkpoint": str(checkpoint), "save_dir": str(tmp_path), "hf": hf}
-    expected, resumed = run_world(1, "tests.gpu.graph_checks:resumed", **arguments)[0]
+    expected, resumed = run_world(1, graph_checks.resumed, **arguments)[0]
     print(kind, json.dumps([expected, resumed]))
     assert resumed == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llava_mcore.training.saving.host_memory import allocate_in_background
+from llava_mcore.training.saving.pending import allocate_in_background
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from llava_mcore.models.attention import SDPAttention
-from llava_mcore.models.loss.chunk_loss import log_sum_and_target, torch_gradients
+from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
 from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +30,7 @@ SHAPES = {
 @pytest.mark.parametrize(("groups", "queries", "size", "rotated"), SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_heads_and_gradients(groups: int, queries: int, size: int, rotated: int, dtype: torch.dtype) -> None:
+    """The kernel's heads and their gradients are those of torch."""
     generator = torch.Generator("cuda").manual_seed(0)
     given = {"device": "cuda", "generator": generator}
     mixed = torch.randn(130, 2, groups, (queries + 2) * size, **given).to(dtype).requires_grad_()
@@ -50,6 +51,7 @@ def test_heads_and_gradients(groups: int, queries: int, size: int, rotated: int,
 @pytest.mark.parametrize("lengths", [[64, 3, 0, 17, 1, 64, 0], [8] * 300], ids=["all", "equal"])
 @pytest.mark.parametrize("size", [80, 64, 16])
 def test_windows(lengths: list[int], size: int) -> None:
+    """Attention in windows has the values and gradients of exact attention in each."""
     generator = torch.Generator("cuda").manual_seed(0)
     given = {"device": "cuda", "generator": generator}
     heads, number = 3, sum(lengths)
@@ -70,6 +72,7 @@ def test_windows(lengths: list[int], size: int) -> None:
 @pytest.mark.parametrize(("rows", "num_true"), [(32128, 32000), (152064, 151936), (5000, 4097), (128, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_losses_and_gradients_in_place_of_logits(rows: int, num_true: int, dtype: torch.dtype) -> None:
+    """Losses and the gradients written over the logits are those of torch."""
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 20 * torch.randn(1000, rows, device="cuda", generator=generator)
     local = torch.randint(-rows, 2 * rows, (1000,), device="cuda", generator=generator)  # most are on other ranks

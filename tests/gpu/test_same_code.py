@@ -16,6 +16,7 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.cases import CASES, case_inputs, hf_logits, make_case
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
+from tests.parallel import checks, training_checks
 from tests.parallel.test_layouts import assert_same_folder, copy_hf
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +38,7 @@ def test_logits_and_round_trip(tmp_path: Path, tp: int, pp: int) -> None:
         resharded = iteration_folder(root / "resharded", 0)
         resharded.mkdir(parents=True)
         cases.append({"megatron": str(root / "megatron"), "inputs": inputs, "resharded": str(resharded)})
-    results = run_world(tp * pp, "tests.parallel.checks:parity_and_reshard", tp=tp, pp=pp, cases=cases)
+    results = run_world(tp * pp, checks.parity_and_reshard, tp=tp, pp=pp, cases=cases)
     worst = 0.0
     for i, case in enumerate(CASES):
         for rank in results:
@@ -65,12 +66,13 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], d
 
 def curves(checkpoints: dict[str, str], save_dir: Path, tp: int, pp: int, dp: int) -> dict[str, Any]:
     arguments = {"tp": tp, "pp": pp, "checkpoints": checkpoints, "save_dir": str(save_dir)}
-    result: dict[str, Any] = run_world(tp * pp * dp, "tests.parallel.training_checks:curves", **arguments)[0]
+    result: dict[str, Any] = run_world(tp * pp * dp, training_checks.curves, **arguments)[0]
     return result
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), THREE_D)
 def test_loss_curves(one_gpu: tuple[dict[str, str], dict[str, Any]], tmp_path: Path, tp: int, pp: int, dp: int) -> None:
+    """Every layout trains as one GPU does."""
     checkpoints, reference = one_gpu
     worst = {}
     for name, run in curves(checkpoints, tmp_path, tp, pp, dp).items():

@@ -211,7 +211,7 @@ DATASETS = [
     BadData("no such path", lambda d: d / "nothing", "stop", "nothing does not exist", "start"),
     BadData("any file", plain_file, "stop", r"must be a prepared folder or the \.yaml file of a blend", "start"),
     BadData("empty folder", lambda d: d, "stop", r"has no \.nv-meta: it is not prepared", "start"),
-    BadData("jsonl alone", bare_jsonl, "stop", r"must be a prepared folder or the \.yaml file of a blend", "start"),
+    BadData("jsonl alone", bare_jsonl, "stop", r"python -m llava_mcore prepare .*data\.jsonl --out", "start"),
     BadData("blend without a part", blended("gone"), "stop", "gone does not exist", "start"),
     BadData("blend no yaml", blended(text="splits: [a"), "stop", NO_BLEND, "start"),
     BadData("blend another yaml", blended(text="splits: 3"), "stop", NO_BLEND, "start"),

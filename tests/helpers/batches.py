@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from llava_mcore.media.batch_fields import FEATURE_POSITIONS, PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.vision.geometry import image_side
 

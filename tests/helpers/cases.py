@@ -16,12 +16,11 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTraine
 
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.placeholders import media_tokens
+from llava_mcore.data.encode.tokens import media_tokens
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import EncodedSample, MediaSpan, TokenConversation, Video
-from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES, normalize
 from llava_mcore.media.media import MediaPlan, MediaTokens, Processing, VideoShape, index_values
-from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, features_per_tile
 from llava_mcore.models.vision.geometry import image_side

@@ -14,11 +14,11 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.picture_header import MOST_RATIO
-from llava_mcore.data.encode.placeholders import expand
+from llava_mcore.data.encode.tokens import expand
+from llava_mcore.data.processors.image_header import MOST_RATIO
 from llava_mcore.data.samples import Turn
+from llava_mcore.media.batch_fields import normalize
 from llava_mcore.media.media import Size
-from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import features_per_tile
 from tests.helpers.encoding import tiles

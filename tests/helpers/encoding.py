@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llava_mcore.data.encode.chat_format import ChatFormat
-from llava_mcore.data.encode.placeholders import expand, media_tokens
-from llava_mcore.data.encode.preprocess import ImagePreprocessor
-from llava_mcore.data.encode.text.tokens import ChatTokens
+from llava_mcore.data.encode.tokens import ChatTokens, expand, media_tokens
+from llava_mcore.data.processors.image_processor import ImagePreprocessor
 from llava_mcore.data.samples import MediaSpan, Turn
 from llava_mcore.media.media import MediaTokens, SameTokens
 

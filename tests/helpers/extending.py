@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader, micro_batch
 from tests.parallel.checks import load_model

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from llava_mcore.models.kernels import logit_gradients
+from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
 from llava_mcore.models.kernels.window_attention import WindowAttention
-from llava_mcore.models.loss.chunk_loss import log_sum_and_target, torch_gradients
 from llava_mcore.models.rotary import rotate, split_rotated
 
 HEADS = ((3, 1, 10, 10), (2, 7, 16, 16), (2, 2, 16, 8), (20, 1, 80, 80))

@@ -5,7 +5,9 @@ import gc
 import transformers.models.llava.modeling_llava
 
 import llava_mcore.checkpoint.dist
+import llava_mcore.launch.worker
 import llava_mcore.models.architectures.llava
+import llava_mcore.training.assembly
 import llava_mcore.training.loop
 
 __all__ = ["llava_mcore", "transformers"]

@@ -10,21 +10,23 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.shapes import make_hf_folder
+from llava_mcore.build.tiny.classes import write_tiny
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.commands import ROOT
 from tests.helpers.tiny_hf import make_hf_llava
 
 EXAMPLES = ROOT / "examples"
 TINY = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
-MODELS: dict[str, tuple[str, int] | None] = {
+MODELS: dict[str, tuple[str, int] | str | None] = {
     "llava-1.5-7b": ("llava-1.5-7b", 4096),
     "llava-jp-1.8b": ("llava-jp-1.8b", 4096),
     "llava-onevision-7b": ("llava-onevision-7b", 32768),
     "qwen2.5-vl-7b": ("qwen2.5-vl-7b", 128_000),
     "lora-one-gpu": None,
+    "qwen2.5-vl-lora": "qwen2_5_vl",
 }
-"""Recipe -> shape of `benchmarks.shapes` and the number of its positions. None: a tiny model with weights, because an
-adapter belongs to a checkpoint."""
+"""Recipe -> shape of `benchmarks.shapes` and the number of its positions. None, or a class: a tiny model with weights,
+because an adapter belongs to a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,11 @@ def _make_model(recipe: str, root: Path) -> tuple[Path, Path]:
     """Return a Hugging Face folder and a checkpoint of it; without weights, unless the recipe trains an adapter."""
     model, checkpoint = root / "model", root / "checkpoint"
     published = MODELS[recipe]
-    if published is None:
-        make_hf_llava(model, text_overrides=TINY)
+    if published is None or isinstance(published, str):
+        if published is None:
+            make_hf_llava(model, text_overrides=TINY)
+        else:
+            write_tiny(published, model, seed=0)
         import_hf(model, checkpoint)
         return model, checkpoint
     make_hf_folder(model, published[0], seq_length=published[1])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
-import subprocess
-import sys
+import multiprocessing
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,18 @@ import webdataset
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from tests.helpers.world import write_output_to
+
 FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 
 
+digits = functools.cache(load_digits)
+"""scikit-learn's scans of handwritten digits, read once."""
+
+
 def jpeg(index: int, size: int = 56) -> bytes:
-    """Return one of scikit-learn's scans of handwritten digits."""
-    pixels = (load_digits().images[index] * 15.9).astype("uint8")
+    """Return a picture of one of the digits."""
+    pixels = (digits().images[index] * 15.9).astype("uint8")
     buffer = io.BytesIO()
     Image.fromarray(pixels).convert("RGB").resize((size, size)).save(buffer, "JPEG", quality=95)
     return buffer.getvalue()
@@ -29,13 +37,12 @@ def write_shards(
 ) -> None:
     """Write unprepared shards. `replace`: parts of single samples (None takes a part out)."""
     folder.mkdir(parents=True, exist_ok=True)
-    digits = load_digits()
     writers = [webdataset.TarWriter(str(folder / f"{i:06d}.tar")) for i in range(num_shards)]
     for i in range(num_samples):
         parts: dict[str, Any] = {
             "__key__": f"sample{i:05d}",
             "jpg": jpeg(i),
-            "txt": f"It is {digits.target[i]}.",
+            "txt": f"It is {digits().target[i]}.",
             "json": json.dumps({"question": "Which digit is shown?"}).encode(),
         }
         parts |= (replace or {}).get(i, {})
@@ -45,7 +52,7 @@ def write_shards(
 
 
 def prepare(folder: Path, *, sample_type: str = "VQASample") -> None:
-    """Run `energon prepare` as docs/data.md says."""
+    """Run `energon prepare` as docs/data.md says, in a process that is forked from the tests' server."""
     field_map = ["--field-map", FIELD_MAP] if sample_type == "VQASample" else []
     command = [
         "prepare",
@@ -57,9 +64,22 @@ def prepare(folder: Path, *, sample_type: str = "VQASample") -> None:
         "--num-workers",
         "1",
     ]
-    energon = [sys.executable, "-m", "megatron.energon.cli.main"]  # the script `energon` may be anywhere on PATH
-    subprocess.run([*energon, *command, "--sample-type", sample_type, *field_map], check=True, capture_output=True)
+    arguments = [*command, "--sample-type", sample_type, *field_map]
+    with tempfile.TemporaryDirectory() as printed:
+        log = Path(printed) / "log"
+        process = multiprocessing.get_context("forkserver").Process(target=_energon, args=(arguments, log))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, log.read_text()
     assert (folder / ".nv-meta" / "dataset.yaml").is_file()
+
+
+def _energon(arguments: Sequence[str], log: Path) -> None:
+    """Be the command `energon`."""
+    write_output_to(log)
+    from megatron.energon.cli.main import main
+
+    main(arguments)
 
 
 def make_dataset(folder: Path, **options: Any) -> Path:

@@ -111,7 +111,7 @@ def vision_config(kind: str, **overrides: Any) -> Any:
         "patch_size": PATCH,
         "image_size": 60 if kind == "siglip" else 56,
     }
-    if kind.startswith("dinov2"):
+    if kind in ("dinov2", "dinov2_with_registers"):
         base |= {"mlp_ratio": 2}
         del base["intermediate_size"]
     if kind == "internvit":
@@ -137,7 +137,7 @@ def text_config(kind: str, **overrides: Any) -> Any:
         base["head_dim"] = 16
     if kind == "mistral":
         base |= {"sliding_window": None, "head_dim": 8}
-    if kind.startswith("gemma"):  # a window that cuts, every second layer
+    if kind in ("gemma2", "gemma3"):  # a window that cuts, every second layer
         base |= {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
         num_layers = overrides.get("num_hidden_layers", base["num_hidden_layers"])
         base["layer_types"] = ["sliding_attention", "full_attention"] * (num_layers // 2)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.placeholders import expand
+from llava_mcore.data.encode.tokens import expand
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.media.batch_fields import MEDIA_SEQLENS
 from llava_mcore.media.media import Size

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,17 @@ def free_port() -> int:
 
 
 def run_world(
-    size: int, function: str, *, timeout: float = 1200, environment: Mapping[str, str] | None = None, **arguments: Any
+    size: int,
+    function: Callable[..., Any],
+    *,
+    timeout: float = 1200,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> list[Any]:
-    """Run `package.module:function(**arguments)` on `size` ranks and return what each returned.
+    """Run `function(**arguments)` on `size` ranks and return what each returned.
 
-    `environment`: variables of the ranks, set before anything of CUDA starts.
+    `function`: one of a module, since ranks import it. `environment`: variables of the ranks, set before anything of
+    CUDA starts.
 
     Raises AssertionError with the output of all ranks when one fails, when all hang, or when the time is up.
     """
@@ -52,15 +57,13 @@ def run_world(
         torch.save({"function": function, "arguments": arguments}, job / "job.pt")
         # The store is here and not on rank 0, as with torchrun: ranks open connections through it until the end.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size)}
-        world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **(environment or {})}
         processes = [
-            context.Process(target=_rank_main, args=(job, world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
-            for rank in range(size)
+            context.Process(target=_rank_main, args=(job, {**own, **(environment or {})}))
+            for own in rank_environments(size, store.port)
         ]
         for process in processes:
             process.start()
-        codes = _wait(processes, timeout)
+        codes = wait_for_ranks(processes, timeout)
         if any(codes):
             texts = [
                 f"--- rank {rank}, exit {code}\n{_log(job, str(rank)).read_text(errors='replace')[-4000:]}"
@@ -70,7 +73,14 @@ def run_world(
         return [torch.load(job / f"result{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _wait(processes: list[BaseProcess], timeout: float) -> list[int | None]:
+def rank_environments(size: int, port: int) -> list[dict[str, str]]:
+    """Return by rank how torch.distributed finds the others. `port`: of a store in this process."""
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+def wait_for_ranks(processes: list[BaseProcess], timeout: float) -> list[int | None]:
     """Wait for all; when one fails the others are ended, since they would wait for it. So are ranks that do nothing."""
     end, watch = time.monotonic() + timeout, _Watch(processes)
     while any(p.exitcode is None for p in processes):
@@ -114,17 +124,21 @@ class _Watch:
         return used
 
 
+def write_output_to(file: Path) -> None:
+    """Let this process and its children write what they print to a file."""
+    log = os.open(file, os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
 def _log(job: Path, rank: str) -> Path:
     return job / f"log{rank}"
 
 
 def _rank_main(job: Path, world: dict[str, str]) -> None:
     os.environ.update(world)
-    log = os.open(_log(job, world["RANK"]), os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    write_output_to(_log(job, world["RANK"]))
     torch.set_num_threads(1)
     task = torch.load(job / "job.pt", weights_only=False)
-    module, name = task["function"].split(":")
-    result = getattr(importlib.import_module(module), name)(**task["arguments"])
+    result = task["function"](**task["arguments"])
     torch.save(result, job / f"result{world['RANK']}.pt")

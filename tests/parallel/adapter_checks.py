@@ -19,7 +19,7 @@ from llava_mcore.training.setup import Trainer
 from tests.helpers.fixed_dropout import RATE, fixed_here
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, TrainingRun, make_trainer, run_all, run_config
 
 
 def adapter_flags(tp: int, dp: int, folder: str | None = None) -> dict[str, Any]:
@@ -52,25 +52,30 @@ def curves(
         dropped: adapters with dropout.
         num_steps: steps of `adapters` and `wide`, of a schedule of 20.
     """
-    short, mixed = {"training.train_iters": 3}, {1, 4, 5, 6, 7}
-    runs = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
+    short = {"training.train_iters": 3}
+    runs = {name: TrainingRun(checkpoint, MIXED, adapter_flags(tp, dp, folder)) for name, folder in adapters.items()}
     some = adapter_flags(tp, dp, adapters["lora"]) | short
+    recomputed = {"model.recompute": "full", "model.recompute_vision": "full"}
+    interleaved = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
     runs |= {
-        "packed": (checkpoint, mixed, some),
-        "recomputed": (checkpoint, mixed, some | {"model.recompute": "full", "model.recompute_vision": "full"}),
-        "pictures only": (checkpoint, set(), some),
-        "bf16": (checkpoint, mixed, some | {"training.precision": "bf16"}),
+        "packed": TrainingRun(checkpoint, MIXED, some, packed=True),
+        "recomputed": TrainingRun(checkpoint, MIXED, some | recomputed),
+        "pictures only": TrainingRun(checkpoint, (), some),
+        "bf16": TrainingRun(checkpoint, MIXED, some | {"training.precision": "bf16"}),
     }
     if pp > 1:
-        runs["interleaved"] = (checkpoint, mixed, some | {"parallel.num_layers_per_virtual_pipeline_stage": 1})
+        runs["interleaved"] = TrainingRun(checkpoint, MIXED, some | interleaved)
     quantized = adapter_flags(tp, dp, wide["adapter"]) | {"adapter.quantize": "nf4"}
-    runs["nf4"] = (wide["checkpoint"], mixed, quantized)
+    runs["nf4"] = TrainingRun(wide["checkpoint"], MIXED, quantized)
     everywhere = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3, "adapter.dora": True}
     for name, other in classes.items():
-        runs[name] = (other, mixed, adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"})
+        flags = adapter_flags(tp, dp) | short | everywhere | {"adapter.bias": "lora_only"}
+        runs[name] = TrainingRun(other, MIXED, flags)
     groups = join(tp, pp)
     found = run_all(groups, runs, save_dir, num_steps)
-    with_masks = {name: (checkpoint, mixed, adapter_flags(tp, dp, folder) | short) for name, folder in dropped.items()}
+    with_masks = {
+        name: TrainingRun(checkpoint, MIXED, adapter_flags(tp, dp, folder) | short) for name, folder in dropped.items()
+    }
     with fixed_here():
         found |= run_all(groups, with_masks, save_dir)
     run = run_config(tp, pp, wide["checkpoint"], save_dir, **quantized)
@@ -107,7 +112,7 @@ def drawn_masks(groups: Groups, checkpoint: str, dropped: dict[str, str], save_d
                 "training.micro_batch_size": GLOBAL_BATCH,
             }
             with patch.object(LinearAdapter, "_dropped", watched):
-                run_all(groups, {"": (checkpoint, {1, 3}, flags)}, save_dir)
+                run_all(groups, {"": TrainingRun(checkpoint, {1, 3}, flags)}, save_dir)
             end = ", sequence parallel" if sequence_parallel else ""
             found[name + end] = {kind: _equal(masks, groups) for kind, masks in sorted(seen.items())}
     return found

@@ -10,8 +10,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Batch, Conversation
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.step import train_step
 from tests.helpers.class_checks import batch_of
 from tests.parallel.checks import join

@@ -25,8 +25,8 @@ from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.parallel.groups import Groups, agree, gather_to_all, initialize, sum_over_ranks, wait_for_all
 from llava_mcore.training.iterations import Iterations
+from llava_mcore.training.saving.pending import SAVES
 from llava_mcore.training.saving.save import Saver
-from llava_mcore.training.saving.save_log import SAVES
 from llava_mcore.training.saving.state import TrainingProgress, resume, state_to_save
 from llava_mcore.training.setup import Trainer
 from tests.helpers.batches import FakeLoader

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 import contextlib
 import errno
 import functools
@@ -25,21 +27,25 @@ from llava_mcore.checkpoint.complete import iterations
 from llava_mcore.checkpoint.layout import latest_checkpoint, latest_iteration
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import CheckpointError, FileError, TrainingError
+from llava_mcore.log import warn_on_failure
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.parallel.groups import Groups, gather_to_all
 from llava_mcore.parallel.share import share_step
-from llava_mcore.training.closing import warn_on_failure
-from llava_mcore.training.determinism import make_deterministic
+from llava_mcore.parallel.together import raise_together
+from llava_mcore.training.answers.answerer import Answerer
+from llava_mcore.training.assembly import make_deterministic
+from llava_mcore.training.diagnostics import IterationProfiler
 from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.metrics_file import FILE, JsonLinesWriter
+from llava_mcore.training.logs.reporter import Reporter, StartTimes
 from llava_mcore.training.logs.sinks import Sinks
-from llava_mcore.training.logs.start_times import StartTimes
-from llava_mcore.training.loop import train
+from llava_mcore.training.loop import StopRules, TrainingLoop
+from llava_mcore.training.saving.pending import Writing
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import LOADER_FOLDER, TrainingProgress, loader_file, resume
-from llava_mcore.training.saving.writing import Writing
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.stop import StopRules
+from llava_mcore.training.validation import Validator
 from tests.helpers.batches import FakeBatch, FakeLoader, micro_batch
 from tests.parallel.checks import join
 from tests.parallel.training_checks import make_trainer, run_config
@@ -64,10 +70,24 @@ def loop(groups: Groups, run: RunConfig, kind: type[FakeLoader], stop_after: int
         size = run.training.micro_batch_size
         loader = kind(trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1})
     watchdog = Watchdog(120, run.run_dir / "stacks", groups.rank)
+    times = StartTimes()
     stop = StopRules(lambda: groups.rank == 1 and progress.iteration == stop_after, None)
     try:
         hf = Path(run.checkpoint.load or "") / "iter_0000000" / "hf"
-        finished = train(trainer, loader, progress, hf, stop, watchdog, StartTimes())
+        reporter = raise_together(groups, lambda: Reporter(trainer, progress, times))
+        finished = TrainingLoop(
+            trainer,
+            progress,
+            iterations=Iterations(trainer, loader, progress, reporter),
+            reporter=reporter,
+            saver=Saver(trainer, hf),
+            validator=Validator(trainer, None, watchdog),
+            answerer=Answerer(trainer, None, hf, watchdog),
+            profiler=IterationProfiler(run, groups),
+            stop=stop,
+            watchdog=watchdog,
+            times=times,
+        ).run()
     finally:
         watchdog.close()
     assert finished == (stop_after is None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,27 @@ OFFLOAD_HALF: dict[str, Any] = OFFLOAD | {"optimizer.cpu_offload_fraction": 0.5}
 GPU_KINDS = {"aware": AWARE, "offload": OFFLOAD, "offload half": OFFLOAD_HALF}
 FIRST_MLP = {"model.unfreeze": ("language_model.model.layers.0.mlp.*", "language_model.model.norm.weight")}
 ADAPTERS: dict[str, Any] = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.targets": "q_proj,v_proj,fc1"}
-EMPTY_GROUPS: dict[str, dict[str, Any]] = {
-    "no norms on the first stage": BF16 | FROZEN_MODELS | FIRST_MLP,
-    "no tower on the last stage, own disk": BF16 | {"optimizer.vision_lr": 2e-3},
-    "dropout": BF16 | FROZEN_MODELS | ADAPTERS | {"adapter.dropout": 0.3},
+
+
+@dataclass(frozen=True)
+class ResumedRun:
+    """A run that is saved and resumed.
+
+    steps_before: 0 as when the first steps overflow: the optimizer has no moments yet.
+    own_disk: whether the checkpoint is one on the nodes' own disks.
+    """
+
+    flags: dict[str, Any]
+    steps_before: int = STEPS
+    own_disk: bool = False
+
+
+EMPTY_GROUPS = {
+    "no norms on the first stage": ResumedRun(BF16 | FROZEN_MODELS | FIRST_MLP),
+    "no tower on the last stage, own disk": ResumedRun(BF16 | {"optimizer.vision_lr": 2e-3}, own_disk=True),
+    "dropout": ResumedRun(BF16 | FROZEN_MODELS | ADAPTERS | {"adapter.dropout": 0.3}),
 }
 """Stages have parameter groups without parameters; with dropout, data-parallel ranks draw unequally."""
-NO_UPDATE = "no update yet"  # as when the first steps overflow: the optimizer has no moments
 
 
 def save_and_resume(
@@ -64,40 +79,38 @@ def save_and_resume(
         fused: with an optimizer that keeps its state as Transformer Engine's does.
     """
     kinds = KINDS | (GPU_KINDS if torch.cuda.is_available() else {})
-    cases = {f"{part}, {kind}": FROZEN[part] | kinds[kind] for part in FROZEN for kind in kinds}
+    cases = {f"{part}, {kind}": ResumedRun(FROZEN[part] | kinds[kind]) for part in FROZEN for kind in kinds}
     kinds["fp16"] = {"training.precision": "fp16"}
-    cases |= {f"{NO_UPDATE}, first stage, {kind}": FIRST_STAGE | kinds[kind] for kind in kinds}
+    cases |= {f"no update yet, {kind}": ResumedRun(FIRST_STAGE | kinds[kind], steps_before=0) for kind in kinds}
     cases |= EMPTY_GROUPS
     groups = join(tp, pp)
     with in_place_of_torch() if fused else contextlib.nullcontext():
-        found = {name: _resumed(groups, checkpoint, save_dir, hf, name, flags) for name, flags in cases.items()}
+        found = {name: _resumed(groups, checkpoint, save_dir, hf, name, case) for name, case in cases.items()}
     run = run_config(tp, pp, checkpoint, save_dir, name=next(iter(cases)))
     found["one rank's problem"] = (["missing: no.such.tensor (1,)"], [_one_rank_asks_for_more(groups, run.run_dir)])
     return found
 
 
 def _resumed(
-    groups: Groups, checkpoint: str, save_dir: str, hf: str, name: str, flags: dict[str, Any]
+    groups: Groups, checkpoint: str, save_dir: str, hf: str, name: str, case: ResumedRun
 ) -> tuple[list[float], list[float]]:
     """Return the losses after a checkpoint, of the run that saved it and of one that resumed."""
     saving: dict[str, Any] = {"checkpoint.save": True, "checkpoint.save_optim": True, "checkpoint.load_optim": True}
-    is_kept = "own disk" not in name
-    if not is_kept:
+    if case.own_disk:
         saving |= {"checkpoint.non_persistent_save_interval": 1}
         saving |= {"checkpoint.non_persistent_local_dir": f"{save_dir}/disk"}
-    run = run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, name=name, **saving, **flags)
+    run = run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, name=name, **saving, **case.flags)
     trainer = make_trainer(groups, run)
-    steps_before = 0 if NO_UPDATE in name else STEPS
     loader = open_fake_loader(groups, trainer, run, 0)
-    if steps_before:
+    if case.steps_before:
         train_steps(groups, trainer, run, loader)
-    progress = TrainingProgress(steps_before, steps_before * GLOBAL_BATCH)
+    progress = TrainingProgress(case.steps_before, case.steps_before * GLOBAL_BATCH)
     state = None if loader is None else loader.state()
-    Saver(trainer, Path(hf)).save(progress, state, persistent=is_kept)
+    Saver(trainer, Path(hf)).save(progress, state, persistent=not case.own_disk)
     uninterrupted = train_steps(groups, trainer, run, loader)
     again = make_trainer(groups, run)
     resume(again)
-    loader = open_fake_loader(groups, again, run, steps_before)
+    loader = open_fake_loader(groups, again, run, case.steps_before)
     return uninterrupted, train_steps(groups, again, run, loader)
 
 

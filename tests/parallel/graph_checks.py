@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +14,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.graphs import model_graphs
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.packs import TokenPacks
@@ -22,8 +23,7 @@ from llava_mcore.training.step import train_step
 from tests.helpers.batches import LENGTH, FakeBatch, FullPackLoader
 from tests.helpers.emulated_graphs import EmulatedGraph, emulated_graphs
 from tests.parallel.checks import join
-from tests.parallel.option_checks import MIXED
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, make_trainer, run_config
 
 STEPS = 5
 KINDS: dict[str, dict[str, Any]] = {

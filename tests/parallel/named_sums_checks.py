@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from llava_mcore.models.loss.terms import ChunkLogits
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.named_sums import with_loss
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.logs.metrics_file import DEVICE_SUMS
 from llava_mcore.training.loss_terms import LOSS_TERMS, KnownTerm
 from llava_mcore.training.setup import Trainer
@@ -76,6 +75,6 @@ def steps(groups: Groups, run: Any) -> list[dict[str, Any]]:
         parts = trainer.chunks, trainer.optimizer, trainer.scheduler
         result = train_step(groups, *parts, batches, GLOBAL_BATCH).result()
         found.append({"loss": result.loss, "norm": result.grad_norm, "trained": result.num_trained_tokens})
-        found[-1]["sums"] = dict(result.sums)
+        found[-1] |= {"sums": dict(result.sums), "micro_batch_size": size}
     torch.distributed.barrier()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,40 @@ from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, TrainingRun, make_trainer, run_all, run_config
 
-MIXED = {1, 4, 5, 6, 7}  # some micro-batches hold text only
 SHORT = {"training.train_iters": 2}
 SEQUENCE = {"parallel.sequence_parallel": True}
 FIRST = "parallel.num_layers_in_first_pipeline_stage"
 LAST = "parallel.num_layers_in_last_pipeline_stage"
+STAGE_1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
+
+
+@dataclass(frozen=True)
+class OptionRun:
+    """A run of a checkpoint, which is named. `baseline`: the run that it equals, to the bit if it is `bitwise`."""
+
+    checkpoint: str
+    flags: dict[str, Any]
+    packed: bool = False
+    baseline: str | None = None
+    bitwise: bool = False
 
 
 def curves(tp: int, pp: int, checkpoints: dict[str, str], save_dir: str) -> dict[str, dict[str, list[float]]]:
     """Train with and without each option, at one layout."""
     groups = join(tp, pp)
     save_at_other_layouts(groups, checkpoints, save_dir)
-    runs: dict[str, tuple[str, set[int], dict[str, Any]]] = {}
-    for name, (checkpoint, flags) in (
-        plain_runs() | sequence_options() | recompute_options() | stage_options()
-    ).items():
-        runs[name] = (checkpoints[checkpoint], MIXED, SHORT | flags)
+    runs = {
+        name: TrainingRun(checkpoints[run.checkpoint], MIXED, SHORT | run.flags, run.packed)
+        for name, run in option_runs().items()
+    }
     return run_all(groups, runs, save_dir)
+
+
+def option_runs() -> dict[str, OptionRun]:
+    """Return all runs by name."""
+    return plain_runs() | sequence_options() | recompute_options() | stage_options()
 
 
 def other_layouts() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -58,66 +74,63 @@ def save_at_other_layouts(groups: Groups, checkpoints: dict[str, str], save_dir:
         )
 
 
-def plain_runs() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the runs that the others are compared with: their checkpoint and flags."""
+def plain_runs() -> dict[str, OptionRun]:
+    """Return the runs that the others are compared with."""
     return {
-        "llama": ("llama", {}),
-        "qwen3": ("qwen3", {}),
-        "qwen2 tied": ("qwen2", {}),
-        "packed": ("llama", {}),
-        "gemma3 tied": ("gemma3", {}),
-        "packed gemma2": ("gemma2", {}),
-        "stage 1": ("llama", {"model.freeze_language_model": True, "model.freeze_vision_model": True}),
+        "llama": OptionRun("llama", {}),
+        "qwen3": OptionRun("qwen3", {}),
+        "qwen2 tied": OptionRun("qwen2", {}),
+        "packed": OptionRun("llama", {}, packed=True),
+        "gemma3 tied": OptionRun("gemma3", {}),
+        "packed gemma2": OptionRun("gemma2", {}, packed=True),
+        "stage 1": OptionRun("llama", STAGE_1),
     }
 
 
-def sequence_options() -> dict[str, tuple[str, dict[str, Any]]]:
+def varied(baseline: str, *, bitwise: bool = False, **flags: Any) -> OptionRun:
+    """Return a plain run with more flags."""
+    plain = plain_runs()[baseline]
+    return replace(plain, flags=plain.flags | flags, baseline=baseline, bitwise=bitwise)
+
+
+def sequence_options() -> dict[str, OptionRun]:
     """Return every plain run with sequence parallelism."""
-    names = {name: f"{name} + sequence parallel" for name in plain_runs()}
-    found = {names[name]: (checkpoint, flags | SEQUENCE) for name, (checkpoint, flags) in plain_runs().items()}
-    found["llama + sequence parallel, distributed optimizer"] = (
-        "llama",
-        SEQUENCE | {"parallel.use_distributed_optimizer": True},
-    )
-    return found
+    found = {f"{name} + sequence parallel": varied(name, **SEQUENCE) for name in plain_runs()}
+    both = SEQUENCE | {"parallel.use_distributed_optimizer": True}
+    return found | {"llama + sequence parallel, distributed optimizer": varied("llama", **both)}
 
 
-def recompute_options() -> dict[str, tuple[str, dict[str, Any]]]:
+def recompute_options() -> dict[str, OptionRun]:
     """Return runs with recomputation; their numbers are the very bits of the plain runs, but for the tower's."""
-    full = {"model.recompute": "full", "model.recompute_num_layers": 2}
+    full = {"model.recompute": "full"}
+    two_layers = full | {"model.recompute_num_layers": 2}
+    first_layer = full | {"model.recompute_method": "block"}
     parts = {"model.recompute": "selective", "model.recompute_modules": "core_attn,mlp"}
+    tower = {"model.recompute": "selective", "model.recompute_vision": "full"}
     return {
-        "llama + recompute full": ("llama", full),
-        "llama + recompute first layer": ("llama", {"model.recompute": "full", "model.recompute_method": "block"}),
-        "packed + recompute selective": ("llama", parts),
-        "qwen3 + the tower too": ("qwen3", {"model.recompute": "selective", "model.recompute_vision": "full"}),
-        "stage 1 + recompute full": (
-            "llama",
-            {"model.recompute": "full", "model.freeze_language_model": True, "model.freeze_vision_model": True},
-        ),
+        "llama + recompute full": varied("llama", bitwise=True, **two_layers),
+        "llama + recompute first layer": varied("llama", bitwise=True, **first_layer),
+        "packed + recompute selective": varied("packed", bitwise=True, **parts),
+        "qwen3 + the tower too": varied("qwen3", **tower),
+        "stage 1 + recompute full": varied("stage 1", bitwise=True, **full),
     }
 
 
-def stage_options() -> dict[str, tuple[str, dict[str, Any]]]:
+def stage_options() -> dict[str, OptionRun]:
     """Return runs whose four layers are divided unevenly, or into two chunks per stage."""
-    first, last = {FIRST: 1}, {LAST: 1}
     interleaved = {"parallel.num_layers_per_virtual_pipeline_stage": 1}
+    recomputed = interleaved | {"model.recompute": "full"}
+    everything = recomputed | SEQUENCE | {"parallel.use_distributed_optimizer": True}
     return {
-        "llama + first stage smaller": ("llama", first),
-        "llama + last stage smaller": ("llama", last),
-        "llama + both stages given": ("llama", {FIRST: 3, LAST: 1}),
-        "llama + interleaved": ("llama", interleaved),
-        "packed + interleaved": ("llama", interleaved),
-        "gemma3 tied + interleaved, recompute": ("gemma3", interleaved | {"model.recompute": "full"}),
-        "qwen2 tied + interleaved": ("qwen2", interleaved),
-        "stage 1 + interleaved": (
-            "llama",
-            interleaved | {"model.freeze_language_model": True, "model.freeze_vision_model": True},
-        ),
-        "llama + interleaved, sequence parallel, recompute, distributed optimizer": (
-            "llama",
-            interleaved | SEQUENCE | {"model.recompute": "full", "parallel.use_distributed_optimizer": True},
-        ),
+        "llama + first stage smaller": varied("llama", **{FIRST: 1}),
+        "llama + last stage smaller": varied("llama", **{LAST: 1}),
+        "llama + both stages given": varied("llama", **{FIRST: 3, LAST: 1}),
+        "llama + interleaved": varied("llama", **interleaved),
+        "packed + interleaved": varied("packed", **interleaved),
+        "gemma3 tied + interleaved, recompute": varied("gemma3 tied", **recomputed),
+        "qwen2 tied + interleaved": varied("qwen2 tied", **interleaved),
+        "stage 1 + interleaved": varied("stage 1", **interleaved),
+        "llama + interleaved, sequence parallel, recompute, distributed optimizer": varied("llama", **everything),
     }
 
 

@@ -17,7 +17,7 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.samples import Batch
-from llava_mcore.media.batch_fields import PICTURE_FIELDS
+from llava_mcore.media.batch_fields import IMAGE_FIELDS
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.share import share_step
 from tests.parallel.checks import join, load_model
@@ -55,7 +55,7 @@ def token_losses(groups: Groups, model: torch.nn.Module, batches: list[Batch] | 
 
         return output, collect
 
-    shared = share_step(groups, batches, MICRO_BATCHES, PICTURE_FIELDS)
+    shared = share_step(groups, batches, MICRO_BATCHES, IMAGE_FIELDS)
     rows, length = shared.shape
     with torch.no_grad():
         get_forward_backward_func()(

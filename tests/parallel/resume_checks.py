@@ -16,8 +16,7 @@ from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.compat.megatron_checkpoints import LoadStrategy
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.optimization.optimizer_state import optimizer_state
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume

@@ -37,6 +37,7 @@ from tests.helpers.peft_models import (
 )
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import adapter_checks
 
 LAYOUTS: list[Any] = [
     (1, 1, 1),
@@ -59,7 +60,10 @@ KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, 
 ONE = (1, 1, 1)
 ONE_PROCESS = "rslora"
 """The kind that is LoRA but for a factor, which no layout divides: one layout is enough."""
-DROPPED: dict[str, dict[str, Any]] = {f"{x}-dropout": KINDS[x] | {"lora_dropout": RATE} for x in ("lora", "dora")}
+WITHOUT_DROPOUT = {f"{kind}-dropout": kind for kind in ("lora", "dora")}
+DROPPED: dict[str, dict[str, Any]] = {
+    name: KINDS[kind] | {"lora_dropout": RATE} for name, kind in WITHOUT_DROPOUT.items()
+}
 WIDE = "lora-wide"
 FROZEN = "frozen"
 """Has its own embedding and output layer, whose rows two ranks cannot divide without padding."""
@@ -99,7 +103,7 @@ def found(folders: Path) -> Callable[[Any], Any]:
     def of(layout: tuple[int, int, int]) -> Any:
         tp, pp, dp = layout
         ranks = run_world(
-            tp * pp * dp, "tests.parallel.adapter_checks:curves", tp=tp, pp=pp, dp=dp,
+            tp * pp * dp, adapter_checks.curves, tp=tp, pp=pp, dp=dp,
             checkpoint=str(folders / "megatron"), wide=wide | {"inputs": make_inputs(open_hf(folders / "hf-wide"))},
             adapters={name: str(folders / name) for name in KINDS if name != ONE_PROCESS or layout == ONE},
             dropped={name: str(folders / name) for name in DROPPED},
@@ -172,7 +176,7 @@ def test_dropout_is_that_of_peft(results: Any, peft: Any, kind: str, layout: tup
     here, reference = results(layout)[kind], peft[kind]
     assert here["loss"] == pytest.approx(reference["loss"], rel=1e-6)
     assert here["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
-    without = peft[kind.removesuffix("-dropout")]["loss"][: len(here["loss"])]
+    without = peft[WITHOUT_DROPOUT[kind]]["loss"][: len(here["loss"])]
     assert here["loss"] != pytest.approx(without, rel=1e-3)
 
 
@@ -207,10 +211,9 @@ def test_other_classes_train_alike_at_every_layout(results: Any, name: str, layo
 def test_resumed_exactly_and_at_another_layout(folders: Path) -> None:
     """DoRA on some layers of two parts, two modules trained in full; the checkpoint holds no more than these."""
     arguments: dict[str, Any] = {"checkpoint": str(folders / "megatron"), "save_dir": str(folders / "resumed")}
-    function = "tests.parallel.adapter_checks:save_and_resume"
     companions = hf_folder(latest_checkpoint(folders / "megatron")[0])
     frozen = str(folders / FROZEN)
-    found = run_world(4, function, tp=2, pp=1, hf=str(companions), frozen=frozen, **arguments)[0]
+    found = run_world(4, adapter_checks.save_and_resume, tp=2, pp=1, hf=str(companions), frozen=frozen, **arguments)[0]
     assert found["resumed"] == found["expected"], "the same layout continues bitwise"
     trained, buffers = found["sizes"]
     assert trained <= buffers < 1.1 * trained, "nothing that is frozen has a gradient"
@@ -218,7 +221,7 @@ def test_resumed_exactly_and_at_another_layout(folders: Path) -> None:
     assert {path.name for path in saved.rglob("*.safetensors")} == set()
     check_export(folders / "hf", folders / "resumed" / "adapter", folders)
     check_two_adapters(folders / "hf", folders / "resumed" / "several", folders)
-    elsewhere = run_world(2, "tests.parallel.adapter_checks:resume_elsewhere", tp=1, pp=2, **arguments)[0]
+    elsewhere = run_world(2, adapter_checks.resume_elsewhere, tp=1, pp=2, **arguments)[0]
     assert elsewhere == pytest.approx(found["expected"], rel=1e-5)
 
 
@@ -235,9 +238,7 @@ def test_padded_layers_are_divided(tmp_path: Path) -> None:
     folders = {name: str(tmp_path / name) for name in ("lora", "dora")}
     companions = str(hf_folder(latest_checkpoint(tmp_path / "megatron")[0]))
     given = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path / "runs"), "hf": companions}
-    found = run_world(
-        2, "tests.parallel.adapter_checks:load_and_save", tp=2, pp=1, adapters=folders, inputs=inputs, **given
-    )
+    found = run_world(2, adapter_checks.load_and_save, tp=2, pp=1, adapters=folders, inputs=inputs, **given)
     for name in folders:
         model = open_peft(hf, {"default": tmp_path / name})
         with torch.no_grad():

@@ -17,6 +17,7 @@ from tests.helpers.cases import CASES, EACH_CLASS, SHORT_SOUNDS, make_case
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_audio import encoded
 from tests.helpers.world import run_world
+from tests.parallel import any_size_checks
 
 NUM_SAMPLES = 24
 CONSTANT = {SHORT_SOUNDS.name: {"0.vision_model.position_embeddings.weight"}}
@@ -81,7 +82,7 @@ def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
     for tp, pp in LAYOUTS:
         names = [x.name for x in OF_ANY_SIZE if tp == pp or x.name == FIRST_OF_CLASS[x.architecture]]
         given = material | {"cases": {name: material["cases"][name] for name in names}}
-        ranks = run_world(tp * pp, "tests.parallel.any_size_checks:train", tp=tp, pp=pp, **given)
+        ranks = run_world(tp * pp, any_size_checks.train, tp=tp, pp=pp, **given)
         curves[tp, pp] = ranks[0]
         assert len(ranks[0]) == (2 if tp * pp == 1 else 1) * len(names)
     one = curves[1, 1]
@@ -105,7 +106,7 @@ def test_every_class_resumes_bit_for_bit(material: dict[str, Any], tp: int, pp: 
         "cases": {name: material["cases"][name] for name in names},
         "save_dir": f"{material['save_dir']}-{tp}-{pp}-{dp}",
     }
-    ranks = run_world(tp * pp * dp, "tests.parallel.any_size_checks:stop_and_resume", tp=tp, pp=pp, **given)
+    ranks = run_world(tp * pp * dp, any_size_checks.stop_and_resume, tp=tp, pp=pp, **given)
     for rank, results in enumerate(ranks):
         assert list(results) == names
         for name, run in results.items():

@@ -11,6 +11,7 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.tiny_audio import encoded, make_hf_audio
 from tests.helpers.world import run_world
+from tests.parallel import audio_checks
 
 ANSWERS = ("seven", "It is a house.", "no.", "The lazy dog; 漢字とかな。")
 
@@ -36,7 +37,7 @@ def test_training_is_resumed_bit_for_bit(material: dict[str, Any], tp: int, pp: 
     given = {key: material[key] for key in ("checkpoint", "hf", "data")} | {
         "save_dir": str(material["root"] / f"runs{tp}{pp}")
     }
-    ranks = run_world(tp * pp, "tests.parallel.audio_checks:save_and_resume", tp=tp, pp=pp, **given)
+    ranks = run_world(tp * pp, audio_checks.save_and_resume, tp=tp, pp=pp, **given)
     for rank in ranks:
         uninterrupted, resumed = rank["curves"]
         assert uninterrupted == resumed and rank["same"]

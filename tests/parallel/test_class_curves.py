@@ -20,6 +20,7 @@ from tests.helpers.class_checks import batch_of, hf_model
 from tests.helpers.tiny_idefics2 import make_hf_idefics2
 from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
 from tests.helpers.world import run_world
+from tests.parallel import class_curve_checks
 from tests.unit.models import test_idefics2, test_qwen
 
 LAYOUTS: list[Any] = [(1, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.long) for layout in ((1, 2), (2, 1)))]
@@ -96,8 +97,7 @@ def curve_of(material: dict[str, Any]) -> Callable[..., Curve]:
     @functools.cache
     def train(tp: int, pp: int, dp: int = 1) -> Curve:
         steps = max(x.num_steps for x in TRAINED.values()) if (tp, pp, dp) in WHOLE else FIRST_STEPS
-        function = "tests.parallel.class_curve_checks:train"
-        found: Curve = run_world(tp * pp * dp, function, tp=tp, pp=pp, most_steps=steps, **material)[0]
+        found: Curve = run_world(tp * pp * dp, class_curve_checks.train, tp=tp, pp=pp, most_steps=steps, **material)[0]
         return found
 
     return train

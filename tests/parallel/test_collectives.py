@@ -10,6 +10,7 @@ import pytest
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import collective_checks
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_all_hosts_meet_once_per_step(checkpoint: Path, tmp_path: Path, tp: int) -> None:
-    found = run_world(
-        2, "tests.parallel.collective_checks:per_step", checkpoint=str(checkpoint), save_dir=str(tmp_path), tp=tp
-    )
+    found = run_world(2, collective_checks.per_step, checkpoint=str(checkpoint), save_dir=str(tmp_path), tp=tp)
     # The second call goes to the hosts of the replica, which at tp 2 are all: the shapes of the batch.
     assert found == [[{"isend": 1} if tp == 1 else {"isend": 1, "broadcast": 1}] * 5] * 2
 
@@ -32,7 +31,7 @@ def test_all_hosts_meet_once_per_step(checkpoint: Path, tmp_path: Path, tp: int)
 def test_hosts_of_many_replicas_need_two_groups_and_few_messages() -> None:
     """The device's groups are torch's fake ones: on GPUs, too, only the two of the hosts are gloo's."""
     size = 5
-    for rank, found in enumerate(run_world(size, "tests.parallel.collective_checks:host_side")):
+    for rank, found in enumerate(run_world(size, collective_checks.host_side)):
         assert found["sums"] == [10, size, size * 2**40]
         assert found["messages"] == [3, 2, 2, 2, 1][rank]
         assert (found["gloo groups"], found["control of the replica"]) == (2, False)
@@ -41,9 +40,7 @@ def test_hosts_of_many_replicas_need_two_groups_and_few_messages() -> None:
 
 
 def test_saves_are_planned_once_and_tensors_read_once(checkpoint: Path, tmp_path: Path) -> None:
-    for found in run_world(
-        2, "tests.parallel.collective_checks:saves", checkpoint=str(checkpoint), save_dir=str(tmp_path)
-    ):
+    for found in run_world(2, collective_checks.saves, checkpoint=str(checkpoint), save_dir=str(tmp_path)):
         first, *later = found["calls"]
         assert first["all_gather_object"] > 1
         for calls in later:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import fault_checks, start_checks
 from tests.parallel.fault_checks import NOT_FINITE_AT
 
 
@@ -29,9 +30,8 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def test_a_step_that_is_not_finite(checkpoint: Path, tmp_path: Path) -> None:
-    found = run_world(
-        2, "tests.parallel.fault_checks:faults", checkpoint=str(checkpoint), save_dir=str(tmp_path / "save")
-    )
+    """All ranks end with the iteration and the samples of the micro-batch, before anything of it is saved."""
+    found = run_world(2, fault_checks.faults, checkpoint=str(checkpoint), save_dir=str(tmp_path / "save"))
     assert found[0]["error"] == found[1]["error"] and found[0]["on_all_ranks"]
     message = found[0]["error"]
     assert f"iteration {NOT_FINITE_AT}: loss nan" in message and "--on-nan skip" in message
@@ -65,6 +65,7 @@ def test_a_step_that_is_not_finite(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_start_that_fails_on_one_rank(checkpoint: Path, tmp_path: Path) -> None:
+    """All ranks end with the message of that one."""
     make_hf_llava(tmp_path / "hf", tie=False)
     tensors = load_file(tmp_path / "hf/model.safetensors")
     tensors[max(name for name in tensors if "down_proj" in name)].view(-1)[3] = torch.nan  # of the last stage
@@ -72,7 +73,7 @@ def test_a_start_that_fails_on_one_rank(checkpoint: Path, tmp_path: Path) -> Non
     import_hf(tmp_path / "hf", tmp_path / "nan")
     first, second = run_world(
         2,
-        "tests.parallel.start_checks:start_faults",
+        start_checks.start_faults,
         checkpoint=str(checkpoint),
         with_nan=str(tmp_path / "nan"),
         save_dir=str(tmp_path / "save"),
@@ -90,7 +91,7 @@ def test_a_start_that_fails_on_one_rank(checkpoint: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_background_save_holds_what_was_there_when_it_began(checkpoint: Path, tmp_path: Path, tp: int) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path), "tp": tp}
-    for result in run_world(2, "tests.parallel.fault_checks:background_save", **arguments):
+    for result in run_world(2, fault_checks.background_save, **arguments):
         assert result["during"] == (True, 2) and result["after"] == (False, 7)
         assert result["equal"] and result["moments"] and result["progress"] == 7
         if result["loader"] is not None:

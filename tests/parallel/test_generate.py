@@ -10,13 +10,14 @@ import pytest
 from PIL import Image
 
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn
+from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Audio, Conversation, Turn
 from llava_mcore.inference.answering.hf_model import HfModel
 from llava_mcore.inference.generation.settings import TokenSampling, read_settings
 from tests.helpers.cases import SHORT_SOUNDS, TWO_ROPES, YARN, Case, make_sharp_case
 from tests.helpers.tiny_audio import encoded
 from tests.helpers.videos import noise, video
 from tests.helpers.world import run_world
+from tests.parallel import answer_checks, generate_checks
 from tests.parallel.validation_checks import make_material
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -45,7 +46,7 @@ def conversations(refused: Collection[str]) -> list[Conversation]:
     refused: the marks of media that it does not take. Sounds, if it takes no pictures.
     """
     if IMAGE_MARK in refused:
-        short, long = Sound(encoded(0.3)), Sound(encoded(2.7, 1))
+        short, long = Audio(encoded(0.3)), Audio(encoded(2.7, 1))
         return [
             Conversation((Turn("user", "<audio>\nWhat is this?"),), (), audios=(short,)),
             Conversation((Turn("user", "Which digit is said? Is it even?"),), ()),
@@ -101,7 +102,7 @@ def answered(root: Path) -> dict[str, Any]:
 def test_tokens_are_those_of_transformers(expected: dict[str, Any], tp: int, pp: int) -> None:
     cases = {case.name: expected[case.name] for case in CASES}
     jobs = {name: (x["megatron"], x["asked"]) for name, x in cases.items()}
-    ranks = run_world(tp * pp, "tests.parallel.generate_checks:answers", tp=tp, pp=pp, jobs=jobs, num_new=NUM_NEW)
+    ranks = run_world(tp * pp, generate_checks.answers, tp=tp, pp=pp, jobs=jobs, num_new=NUM_NEW)
     for found in ranks:
         for name, case in cases.items():
             assert found[name] == case["answers"], name
@@ -114,7 +115,7 @@ def test_other_settings_and_layouts(expected: dict[str, Any]) -> None:
     given = {"root": case["megatron"], "asked": case["asked"], "num_new": NUM_NEW}
     drawn = None
     for tp, pp in LAYOUTS:
-        for found in run_world(tp * pp, "tests.parallel.generate_checks:with_options", tp=tp, pp=pp, **given):
+        for found in run_world(tp * pp, generate_checks.with_options, tp=tp, pp=pp, **given):
             assert found.pop("penalty") == expected["penalty"] != case["answers"]
             draws = [found.pop(name) for name in ("drawn", "drawn, other rows", "other draws")]
             drawn = drawn or draws[0]
@@ -130,7 +131,7 @@ def test_answers_while_training(tmp_path: Path) -> None:
     rounds: list[Any] = []
     for tp, pp, dp in ((1, 1, 1), (2, 2, 1), (1, 1, 2)):
         given: dict[str, Any] = {"save_dir": str(tmp_path), **material}
-        ranks = run_world(tp * pp * dp, "tests.parallel.answer_checks:with_and_without", tp=tp, pp=pp, **given)
+        ranks = run_world(tp * pp * dp, answer_checks.with_and_without, tp=tp, pp=pp, **given)
         for found in ranks:
             assert found["with"]["losses"] == found["without"]["losses"]
             assert found["with"]["weights"] == found["without"]["weights"]

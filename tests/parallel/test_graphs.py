@@ -10,6 +10,7 @@ import pytest
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import graph_checks
 from tests.parallel.graph_checks import KINDS, STEPS
 
 
@@ -26,7 +27,7 @@ def test_graphs_that_one_rank_has_first_change_no_gradient(checkpoint: Path, tmp
     """A graph returns the gradients of its layers at once, in another order than the layers themselves. With a bucket
     for each matrix, ranks would add up gradients of different matrices if each reduced them as they come."""
     arguments = {"tp": tp, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
-    ranks: list[dict[str, dict[str, Any]]] = run_world(tp * dp, "tests.parallel.graph_checks:curves", **arguments)
+    ranks: list[dict[str, dict[str, Any]]] = run_world(tp * dp, graph_checks.curves, **arguments)
     for kind in KINDS:
         for rank, results in enumerate(ranks):
             result = results[kind]

@@ -16,6 +16,7 @@ from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.cases import CASES, Case, case_inputs, hf_logits, make_case
 from tests.helpers.world import run_world
+from tests.parallel import checks
 
 LAYOUTS: list[Any] = [(1, 1), (2, 1), (1, 2), (2, 2), *(pytest.param(4, pp, marks=pytest.mark.long) for pp in (1, 2))]
 OF_FOUR = ("clip-llama", "clip-qwen2", "siglip-mistral", "siglip-qwen3")
@@ -51,6 +52,7 @@ def assert_same_folder(a: Path, b: Path) -> None:
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 def test_parity_and_round_trip(imported: dict[str, dict[str, Any]], tmp_path: Path, tp: int, pp: int) -> None:
+    """Logits are Hugging Face's, and what a layout saves is exported as the very bytes that were imported."""
     cases, targets = [], {}
     imported = {x.name: imported[x.name] for x in CASES if runs_at(x, tp, pp)}
     for name, made in imported.items():
@@ -58,7 +60,7 @@ def test_parity_and_round_trip(imported: dict[str, dict[str, Any]], tmp_path: Pa
         targets[name] = iteration_folder(root, 0)
         targets[name].mkdir(parents=True)
         cases.append({"megatron": str(made["megatron"]), "inputs": made["inputs"], "resharded": str(targets[name])})
-    results = run_world(tp * pp, "tests.parallel.checks:parity_and_reshard", tp=tp, pp=pp, cases=cases)
+    results = run_world(tp * pp, checks.parity_and_reshard, tp=tp, pp=pp, cases=cases)
     differences = {}
     for i, (name, made) in enumerate(imported.items()):
         outputs = [rank[i] for rank in results if rank[i] is not None]

@@ -132,7 +132,7 @@ def compare_all() -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    return run_world(4, "tests.parallel.test_linear_cross_entropy:compare_all")
+    return run_world(4, compare_all)
 
 
 def test_fp32_is_the_plain_head_at_every_tensor_parallel_size(results: list[dict[str, float]]) -> None:

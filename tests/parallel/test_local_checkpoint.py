@@ -10,6 +10,7 @@ import pytest
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import local_checks
 from tests.parallel.resume_checks import STEPS
 
 LAST = f"iter_{3 * STEPS:07d}"
@@ -22,7 +23,7 @@ def test_a_run_goes_on_from_the_nodes_own_disks(tmp_path: Path, tp: int, pp: int
     import_hf(tmp_path / "hf", tmp_path / "megatron")
     arguments: dict[str, Any] = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path / "save")}
     layout = {"tp": tp, "pp": pp, "hf": str(tmp_path / "hf")}
-    results = run_world(4, "tests.parallel.local_checks:saved_on_own_disks", **layout, **arguments)
+    results = run_world(4, local_checks.saved_on_own_disks, **layout, **arguments)
     for rank, result in enumerate(results):
         for name, found in result.items():
             assert found["resumed"] == (2 * STEPS, found["uninterrupted"]), (rank, name)

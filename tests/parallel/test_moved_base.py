@@ -19,6 +19,7 @@ from tests.helpers.peft_models import make_peft_folder, open_hf
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import adapter_checks
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = make_inputs(open_hf(root / "hf"))
     companions = str(hf_folder(latest_checkpoint(root / "before")[0]))
     given = {"checkpoint": str(root / "before"), "save_dir": str(root), "hf": companions, "inputs": inputs}
-    run_world(
-        1, "tests.parallel.adapter_checks:load_and_save", tp=1, pp=1, adapters={"run": str(root / "adapter")}, **given
-    )
+    run_world(1, adapter_checks.load_and_save, tp=1, pp=1, adapters={"run": str(root / "adapter")}, **given)
     (root / "before").rename(root / "moved")
     Image.fromarray(load_sample_image("china.jpg")).save(root / "china.jpg")
     make_dataset(root / "data", num_samples=8)
@@ -41,6 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` needs --base-dir for a run whose base was moved, and only for that."""
     ask, base = generate_here(capsys, monkeypatch), ("--base-dir", root / "moved")
     question = ("--question", "Which digit?", "--image", root / "china.jpg", "--max-new-tokens", 6)
     code, _, message = ask("--megatron-dir", root / "run", *question)
@@ -57,6 +57,7 @@ def test_answers(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_scores(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So does `evaluate`."""
     data = ["--data-path", str(root / "data"), "--split", "train", "--max-new-tokens", "4"]
     adapter, whole = (["--megatron-dir", str(root / name)] for name in ("run", "moved"))
     base, out = ["--base-dir", str(root / "moved")], tmp_path / "scores.json"
@@ -74,6 +75,7 @@ def test_scores(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_merges(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So do export and check."""
     merged, picture = tmp_path / "merged", str(root / "china.jpg")
     run, base = ["--megatron-dir", str(root / "run")], ["--base-dir", str(root / "moved")]
     assert export_hf.main([*run, "--hf-dir", str(merged), "--merge"]) == 2

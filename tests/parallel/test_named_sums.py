@@ -9,6 +9,7 @@ import pytest
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import named_sums_checks
 
 LAYOUTS = [(2, 1, 1), (1, 2, 2)]
 
@@ -23,7 +24,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def alone(given: dict[str, str]) -> list[dict[str, Any]]:
-    [found] = run_world(1, "tests.parallel.named_sums_checks:train_with_terms", tp=1, pp=1, **given)
+    [found] = run_world(1, named_sums_checks.train_with_terms, tp=1, pp=1, **given)
     return found["padded"]
 
 
@@ -39,7 +40,7 @@ def test_terms_equal_those_of_one_process(
     alone: list[dict[str, Any]], given: dict[str, str], layout: tuple[int, int, int]
 ) -> None:
     tp, pp, dp = layout
-    ranks = run_world(tp * pp * dp, "tests.parallel.named_sums_checks:train_with_terms", tp=tp, pp=pp, **given)
+    ranks = run_world(tp * pp * dp, named_sums_checks.train_with_terms, tp=tp, pp=pp, **given)
     assert all(rank == ranks[0] for rank in ranks)
     for name, found in ranks[0].items():
         for mine, right in zip(found, alone, strict=True):
@@ -47,5 +48,5 @@ def test_terms_equal_those_of_one_process(
             assert mine["norm"] == pytest.approx(right["norm"], rel=1e-5), name
             for key, (total, count) in right["sums"].items():
                 assert mine["sums"][key][0] == pytest.approx(total, rel=1e-5), (name, key)
-                more = 4 if "chunks" in name and key == "size" else 1  # micro-batches of one sample instead of four
+                more = right["micro_batch_size"] // mine["micro_batch_size"] if key == "size" else 1
                 assert mine["sums"][key][1] == more * count, (name, key)

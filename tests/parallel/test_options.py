@@ -16,9 +16,10 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
-from tests.parallel.option_checks import MIXED, other_layouts
+from tests.parallel import option_checks
+from tests.parallel.option_checks import option_runs, other_layouts
 from tests.parallel.test_layouts import assert_same_folder
-from tests.parallel.training_checks import GLOBAL_BATCH
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -41,12 +42,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.long
 def test_options_change_no_number(checkpoints: dict[str, str], tmp_path: Path) -> None:
     arguments = {"tp": 2, "pp": 2, "checkpoints": checkpoints, "save_dir": str(tmp_path)}
-    ranks = run_world(4, "tests.parallel.option_checks:curves", **arguments)
+    ranks = run_world(4, option_checks.curves, **arguments)
     assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
     runs = ranks[0]
-    for name, run in runs.items():
-        plain = runs[name.partition(" + ")[0]]
-        if "+ recompute" in name:
+    assert runs.keys() == option_runs().keys()
+    for name, option in option_runs().items():
+        run, plain = runs[name], runs[option.baseline or name]
+        if option.bitwise:
             assert run == plain, name
         assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5), name
         assert run["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4), name
@@ -75,7 +77,7 @@ def test_a_checkpoint_does_not_know_how_the_layers_were_divided(checkpoints: dic
     """Saved from an interleaved pipeline, continued with uneven stages."""
     hf = str(hf_folder(iteration_folder(Path(checkpoints["llama"]), 0)))
     arguments = {"checkpoint": checkpoints["llama"], "save_dir": str(tmp_path), "hf": hf}
-    ranks = run_world(2, "tests.parallel.option_checks:resume_elsewhere", **arguments)
+    ranks = run_world(2, option_checks.resume_elsewhere, **arguments)
     assert ranks[0] == ranks[1] and ranks[0].keys() == {"plain", "distributed"}
     for broken, uninterrupted in ranks[0].values():
         assert broken == pytest.approx(uninterrupted, rel=1e-5)

@@ -14,6 +14,7 @@ from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import packing_checks
 
 NUM_SAMPLES = 24
 
@@ -52,7 +53,7 @@ def material(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_packed_samples_have_the_losses_of_padded_ones(material: dict[str, str]) -> None:
     found = {}
     for tp, pp in ((1, 1), (2, 2)):
-        ranks = run_world(tp * pp, "tests.parallel.packing_checks:sample_losses", tp=tp, pp=pp, **material)
+        ranks = run_world(tp * pp, packing_checks.sample_losses, tp=tp, pp=pp, **material)
         for kind in ("padded", "packed"):
             found[tp, pp, kind] = losses_by_sample(ranks, kind)
     reference = found[1, 1, "padded"]

@@ -9,6 +9,7 @@ import pytest
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import frozen_checks
 
 LONG = pytest.mark.long
 
@@ -26,7 +27,7 @@ def test_frozen_parts_are_saved_and_resumed(tmp_path: Path, tp: int, pp: int, dp
         "hf": str(tmp_path / "hf"),
         "fused": fused,
     }
-    ranks = run_world(tp * pp * dp, "tests.parallel.frozen_checks:save_and_resume", tp=tp, pp=pp, **arguments)
+    ranks = run_world(tp * pp * dp, frozen_checks.save_and_resume, tp=tp, pp=pp, **arguments)
     for rank in ranks:
         for name, (uninterrupted, resumed) in rank.items():
             assert resumed == uninterrupted, name

@@ -10,6 +10,7 @@ import pytest
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
+from tests.parallel import resume_checks
 
 Layout = tuple[int, int, int]
 CASES: list[Any] = [
@@ -25,10 +26,10 @@ def test_resumed_at_another_layout(tmp_path: Path, tied: bool, saved_at: Layout,
     arguments: dict[str, Any] = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path / "save")}
     tp, pp, dp = saved_at
     source = {"tp": tp, "pp": pp, "hf": str(tmp_path / "hf")}
-    expected = run_world(tp * pp * dp, "tests.parallel.resume_checks:train_and_save", **source, **arguments)[0]
+    expected = run_world(tp * pp * dp, resume_checks.train_and_save, **source, **arguments)[0]
     for tp, pp, dp in resumed_at:
         layout = {"tp": tp, "pp": pp}
-        found = run_world(tp * pp * dp, "tests.parallel.resume_checks:resume_and_train", **layout, **arguments)[0]
+        found = run_world(tp * pp * dp, resume_checks.resume_and_train, **layout, **arguments)[0]
         for name, losses in expected.items():
             assert found[name] == pytest.approx(losses, rel=1e-5), (tp, pp, dp, name)
         if (tp, pp, dp) == saved_at:

@@ -16,6 +16,7 @@ from llava_mcore.data.encode.assets import load_assets
 from tests.helpers.build_parts import load
 from tests.helpers.smollm2 import GGUF_FILE, build_smollm2_llava, smollm2_folder
 from tests.helpers.world import run_world
+from tests.parallel import checks
 
 pytestmark = [
     pytest.mark.long,
@@ -83,7 +84,7 @@ def test_words_and_logits_survive_the_whole_way(source: Any, built: Path, tmp_pa
 
     arguments = {"checkpoint": str(tmp_path / "megatron"), "prompt": prompt, "num_new": len(words)}
     for tp in (1, 3):
-        for logits, continuation in run_world(tp, "tests.parallel.checks:greedy", tp=tp, **arguments):
+        for logits, continuation in run_world(tp, checks.greedy, tp=tp, **arguments):
             # Relative to the largest logit (about 40): fp32 sums of 576 and 1536 terms, in another order at tp 3.
             difference = (logits[..., :vocabulary] - expected).abs().max() / expected.abs().max()
             assert difference <= 1e-5, f"tp {tp}: {difference}"

@@ -16,6 +16,7 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
+from tests.parallel import validation_checks
 from tests.parallel.validation_checks import NUM_VALIDATION, make_material
 
 Layout = tuple[int, int, int]
@@ -53,7 +54,6 @@ def results(folder: Path) -> Results:
     @functools.cache
     def of(layout: Layout) -> dict[str, Any]:
         tp, pp, dp = layout
-        function = "tests.parallel.validation_checks:curves_and_validation"
         what: dict[str, Any] = (
             {"material": material}
             if layout in WHOLE
@@ -63,7 +63,7 @@ def results(folder: Path) -> Results:
                 "most_steps": FIRST_STEPS,
             }
         )
-        ranks = run_world(tp * pp * dp, function, tp=tp, pp=pp, **what, **given)
+        ranks = run_world(tp * pp * dp, validation_checks.curves_and_validation, tp=tp, pp=pp, **what, **given)
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
         return ranks[0]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,13 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import make_hf_idefics2
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world
+from tests.parallel import vision_parallel_checks
 from tests.parallel.test_layouts import assert_same_folder
 from tests.unit.models.test_audio import conversation
 from tests.unit.models.test_idefics2 import CONVERSATIONS as OF_IDEFICS
 from tests.unit.models.test_qwen import CONVERSATIONS as OF_QWEN
 from tests.unit.models.test_qwen import PICTURES
 
-CHECKS = "tests.parallel.vision_parallel_checks:"
 SAID = Turn("assistant", "It is seven.")
 OF_PICTURES = [
     Conversation((Turn("user", "<image>\nWhat? <image> <image>"), SAID), tuple(PICTURES)),
@@ -35,61 +38,53 @@ OF_PICTURES = [
     Conversation((Turn("user", "<image>\nthis?"), SAID), (PICTURES[1],)),
 ]
 OF_SOUND = [conversation("<audio> <audio>", 0.3, 2.0), conversation("Is it even?"), conversation("<audio>", 1.005)]
-GIVEN = {
-    "llava": OF_PICTURES,
-    "llava_next": OF_PICTURES,
-    "llava_onevision": OF_PICTURES,
-    "internvl": OF_PICTURES,
-    "idefics3": OF_PICTURES,
-    "smolvlm": OF_PICTURES,
-    "qwen2_vl": OF_QWEN,
-    "qwen2_5_vl": OF_QWEN,
-    "qwen3_vl": OF_QWEN,
-    "idefics2": OF_IDEFICS,
-    "audio": OF_SOUND,
+SIGLIP: dict[str, Any] = {"vision": "siglip", "text": "qwen2"}
+UNDIVIDED = {"intermediate_size": 51, "num_heads": 1}
+"""A head that does not divide by two, and an MLP that is padded."""
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """How a class's folder is made, and three conversations, the second without pictures."""
+
+    make: Callable[[Path], object]
+    conversations: list[Conversation]
+
+
+CLASSES = {
+    "llava": TinyModel(make_hf_llava, OF_PICTURES),
+    "llava_next": TinyModel(partial(make_hf_llava, architecture="llava_next"), OF_PICTURES),
+    "llava_onevision": TinyModel(partial(make_hf_llava, architecture="llava_onevision", **SIGLIP), OF_PICTURES),
+    **{name: TinyModel(make, OF_PICTURES) for name, make in MAKERS.items()},
+    "qwen2_vl": TinyModel(partial(make_hf_qwen, name="qwen2_vl"), OF_QWEN),
+    "qwen2_5_vl": TinyModel(partial(make_hf_qwen, name="qwen2_5_vl", vision_overrides=UNDIVIDED), OF_QWEN),
+    "qwen3_vl": TinyModel(partial(make_hf_qwen, name="qwen3_vl", vision_overrides={"num_heads": 1}), OF_QWEN),
+    "idefics2": TinyModel(make_hf_idefics2, OF_IDEFICS),
+    "audio": TinyModel(partial(make_hf_audio, seconds=4), OF_SOUND),
 }
-"""Of each class three conversations, the second without pictures."""
-UNDIVIDED = {"qwen2_5_vl": {"intermediate_size": 51, "num_heads": 1}, "qwen3_vl": {"num_heads": 1}}
-"""Heads that do not divide by two, and an MLP that is padded."""
-
-
-SIGLIP = {"vision": "siglip", "text": "qwen2"}
-
-
-def make(name: str, folder: Path) -> None:
-    if name == "audio":
-        make_hf_audio(folder, seconds=4)
-    elif name == "idefics2":
-        make_hf_idefics2(folder)
-    elif name in MAKERS:
-        MAKERS[name](folder)
-    elif name.startswith("llava"):
-        make_hf_llava(folder, architecture=name, **(SIGLIP if name == "llava_onevision" else {}))
-    else:
-        make_hf_qwen(folder, name, vision_overrides=UNDIVIDED.get(name))
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("vision")
     found = {}
-    for name, given in GIVEN.items():
-        make(name, root / name)
+    for name, model in CLASSES.items():
+        model.make(root / name)
         import_hf(root / name, root / f"{name}-megatron")
         found[name] = {
             "hf": str(root / name),
             "checkpoint": str(root / f"{name}-megatron"),
-            "all": given,
-            "single": given[2:],
-            "text": given[1:2],
+            "all": model.conversations,
+            "single": model.conversations[2:],
+            "text": model.conversations[1:2],
         }
     return found
 
 
 def test_losses_and_gradients_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     arguments = {"cases": cases, "save_dir": str(tmp_path)}
-    (one,) = run_world(1, f"{CHECKS}gradients", tp=1, pp=1, **arguments)
-    two = run_world(2, f"{CHECKS}gradients", tp=2, pp=1, **arguments)
+    (one,) = run_world(1, vision_parallel_checks.gradients, tp=1, pp=1, **arguments)
+    two = run_world(2, vision_parallel_checks.gradients, tp=2, pp=1, **arguments)
     for (name, variant), expected in one.items():
         for rank in (0, 1):
             found, where = two[rank][name, variant], (name, variant, rank)
@@ -118,9 +113,9 @@ def test_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path:
     """With two pipeline stages, and with two replicas of the model."""
     others = {name: cases[name] for name in ("qwen2_5_vl", "qwen3_vl", "audio")}
     arguments: dict[str, Any] = {"llava": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
-    (one,) = run_world(1, f"{CHECKS}curves", tp=1, pp=1, cases=others, **arguments)
+    (one,) = run_world(1, vision_parallel_checks.curves, tp=1, pp=1, cases=others, **arguments)
     for pp, chosen in ((2, others), (1, {})):
-        ranks = run_world(4, f"{CHECKS}curves", tp=2, pp=pp, cases=chosen, **arguments)
+        ranks = run_world(4, vision_parallel_checks.curves, tp=2, pp=pp, cases=chosen, **arguments)
         assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
         assert ranks[0].keys() == one.keys() - (others.keys() - chosen.keys())
         for run, found in ranks[0].items():
@@ -132,7 +127,7 @@ def test_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path:
 
 def test_checkpoints_load_with_and_without_the_option(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     arguments = {"checkpoint": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
-    ranks = run_world(2, f"{CHECKS}switch", tp=2, pp=1, **arguments)
+    ranks = run_world(2, vision_parallel_checks.switch, tp=2, pp=1, **arguments)
     assert ranks[0] == ranks[1] and len(ranks[0]) == 4
     for name, (resumed, uninterrupted) in ranks[0].items():
         assert resumed == pytest.approx(uninterrupted, rel=1e-5), name
@@ -144,7 +139,7 @@ def test_an_import_is_exported_bit_for_bit(cases: dict[str, dict[str, Any]], tmp
     import_hf(Path(cases["qwen2_5_vl"]["hf"]), tmp_path / "import", tensor_parallel=2, verify=True)
     summary = check_folder(Path(cases["qwen2_5_vl"]["hf"]), tp=2, pp=1)
     assert summary.endswith("fits tp 2 x pp 1 with --vision-data-parallel")
-    run_world(2, f"{CHECKS}save_unchanged", tp=2, pp=1, checkpoints=chosen, save_dir=str(tmp_path))
+    run_world(2, vision_parallel_checks.save_unchanged, tp=2, pp=1, checkpoints=chosen, save_dir=str(tmp_path))
     for name in chosen:
         export_hf(tmp_path / name, tmp_path / f"{name}-hf", tensor_parallel=2, pipeline_parallel=1, verify=True)
         assert_same_folder(Path(cases[name]["hf"]), tmp_path / f"{name}-hf")
@@ -155,7 +150,7 @@ def test_ranks_draw_other_dropout_for_their_pictures_and_stay_together(
 ) -> None:
     """A rank draws in the tower for its own pictures alone, which must not move the numbers that all ranks share."""
     arguments = {"case": cases["qwen2_5_vl"], "save_dir": str(tmp_path)}
-    first, second = run_world(2, f"{CHECKS}with_dropout", tp=2, pp=1, **arguments)
+    first, second = run_world(2, vision_parallel_checks.with_dropout, tp=2, pp=1, **arguments)
     assert torch.equal(first["random"], second["random"])
     assert any(name.startswith("vision_model.") for name in first["alike"])
     assert all(torch.equal(x, second["alike"][name]) for name, x in first["alike"].items())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +13,25 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import seed_everything
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.setup import Trainer, build_trainer
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader, PackedLoader
 from tests.parallel.checks import join
 
 GLOBAL_BATCH = 8
+MIXED = frozenset({1, 4, 5, 6, 7})
+"""Samples without pictures: some data-parallel ranks meet only text in some micro-batches."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A short run on made-up samples, packed or padded; those of `text_only` have no pictures."""
+
+    checkpoint: str
+    text_only: Collection[int]
+    flags: Mapping[str, Any]
+    packed: bool = False
 
 
 def run_config(tp: int, pp: int, checkpoint: str | None, save_dir: str, **flags: Any) -> RunConfig:
@@ -49,7 +61,7 @@ def make_trainer(groups: Groups, run: RunConfig) -> Trainer:
 def curve(
     groups: Groups,
     run: RunConfig,
-    text_only: set[int],
+    text_only: Collection[int],
     kind: type[FakeLoader] = FakeLoader,
     most_steps: int | None = None,
 ) -> dict[str, list[float]]:
@@ -88,7 +100,6 @@ def curves_of(
     most_steps: int | None = None,
 ) -> dict[str, dict[str, list[float]]]:
     """The same in a world that has been joined; only the `chosen` runs, if given, and their first steps."""
-    mixed = {1, 4, 5, 6, 7}  # some data-parallel ranks meet only text in some micro-batches
     untied, tied = checkpoints["untied"], checkpoints["tied"]
     short = {"training.train_iters": 3}
     stage1 = {"model.freeze_language_model": True, "model.freeze_vision_model": True}
@@ -109,20 +120,20 @@ def curves_of(
         "model.freeze_vision_model": True,
     }  # nothing is trained on a pipeline's first stage
     runs = {
-        "last layer": (untied, mixed, short | last),
-        "last layer + recompute": (untied, mixed, short | last | {"model.recompute": "full"}),
-        "rates": (untied, mixed, short | rates),
-        "plain": (untied, mixed, {}),
-        "distributed": (untied, mixed, {"parallel.use_distributed_optimizer": True}),
-        "tied": (tied, mixed, short),
-        "text only": (untied, set(range(8)), short),
-        "pictures only": (untied, set(), short),
-        "stage 1": (untied, mixed, short | stage1),
-        "short": (untied, mixed, short),
-        "packed": (untied, mixed, short),
-        "bf16": (untied, mixed, short | {"training.precision": "bf16"}),
-        "fp16": (untied, mixed, short | {"training.precision": "fp16", "training.loss_scale": 128.0}),
-        "fp16, adapting": (untied, mixed, {"training.precision": "fp16", "training.train_iters": 8}),
+        "last layer": TrainingRun(untied, MIXED, short | last),
+        "last layer + recompute": TrainingRun(untied, MIXED, short | last | {"model.recompute": "full"}),
+        "rates": TrainingRun(untied, MIXED, short | rates),
+        "plain": TrainingRun(untied, MIXED, {}),
+        "distributed": TrainingRun(untied, MIXED, {"parallel.use_distributed_optimizer": True}),
+        "tied": TrainingRun(tied, MIXED, short),
+        "text only": TrainingRun(untied, range(GLOBAL_BATCH), short),
+        "pictures only": TrainingRun(untied, (), short),
+        "stage 1": TrainingRun(untied, MIXED, short | stage1),
+        "short": TrainingRun(untied, MIXED, short),
+        "packed": TrainingRun(untied, MIXED, short, packed=True),
+        "bf16": TrainingRun(untied, MIXED, short | {"training.precision": "bf16"}),
+        "fp16": TrainingRun(untied, MIXED, short | {"training.precision": "fp16", "training.loss_scale": 128.0}),
+        "fp16, adapting": TrainingRun(untied, MIXED, {"training.precision": "fp16", "training.train_iters": 8}),
     }
     runs = {name: run for name, run in runs.items() if chosen is None or name in chosen}
     return run_all(groups, runs, save_dir, most_steps)
@@ -130,35 +141,34 @@ def curves_of(
 
 def curves_of_classes(
     tp: int, pp: int, checkpoints: dict[str, str], save_dir: str, variants: bool = True
-) -> dict[str, Any]:
-    """Short runs of every class, padded and packed; with `variants` also bf16, text alone, and parts frozen."""
+) -> dict[tuple[str, str], Any]:
+    """Short runs of every class, padded and packed; with `variants` also bf16, text alone, and parts frozen.
+
+    Returns class and variant -> curve.
+    """
     short = {"training.train_iters": 3}
     parts = ("vision_model", "vision_projection", "language_model")
     only = {part: {f"model.freeze_{other}": other != part for other in parts} for part in parts}
     runs = {}
     for name, checkpoint in checkpoints.items():
-        runs[f"{name}, plain"] = (checkpoint, {1, 4, 5, 6, 7}, short)
-        runs[f"packed {name}"] = (checkpoint, {1, 4, 5, 6, 7}, short)
+        runs[name, "plain"] = TrainingRun(checkpoint, MIXED, short)
+        runs[name, "packed"] = TrainingRun(checkpoint, MIXED, short, packed=True)
         if not variants:
             continue
-        runs[f"{name}, text alone"] = (checkpoint, set(range(8)), short)
-        runs[f"bf16 {name}"] = (checkpoint, {1, 4, 5, 6, 7}, short | {"training.precision": "bf16"})
-        runs[f"{name}, recompute"] = (checkpoint, {1, 4, 5, 6, 7}, short | {"model.recompute": "full"})
-        runs |= {f"{name}, only {part}": (checkpoint, {1, 4, 5, 6, 7}, short | flags) for part, flags in only.items()}
+        runs[name, "text alone"] = TrainingRun(checkpoint, range(GLOBAL_BATCH), short)
+        runs[name, "bf16"] = TrainingRun(checkpoint, MIXED, short | {"training.precision": "bf16"})
+        runs[name, "recompute"] = TrainingRun(checkpoint, MIXED, short | {"model.recompute": "full"})
+        runs |= {(name, f"only {part}"): TrainingRun(checkpoint, MIXED, short | x) for part, x in only.items()}
     return run_all(join(tp, pp), runs, save_dir)
 
 
-def run_all(
-    groups: Groups,
-    runs: dict[str, tuple[str, set[int], dict[str, Any]]],
-    save_dir: str,
-    most_steps: int | None = None,
-) -> dict[str, dict[str, list[float]]]:
+def run_all[Key: Hashable](
+    groups: Groups, runs: Mapping[Key, TrainingRun], save_dir: str, most_steps: int | None = None
+) -> dict[Key, dict[str, list[float]]]:
     """Train every run, for `most_steps` at most, and return its curve."""
     out = {}
-    for name, (checkpoint, text_only, flags) in runs.items():
-        kind = PackedLoader if name.startswith("packed") else FakeLoader
-        run = run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **flags)
-        out[name] = curve(groups, run, text_only, kind, most_steps)
+    for name, run in runs.items():
+        config = run_config(groups.tp_size, groups.pp_size, run.checkpoint, save_dir, **run.flags)
+        out[name] = curve(groups, config, run.text_only, PackedLoader if run.packed else FakeLoader, most_steps)
     torch.distributed.barrier()
     return out

@@ -14,8 +14,7 @@ from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation
 from llava_mcore.models.trainable import whole_name
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
@@ -24,7 +23,7 @@ from tests.helpers.class_checks import batch_of
 from tests.parallel.checks import join
 from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
-from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_all, run_config
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, TrainingRun, make_trainer, run_all, run_config
 
 CURVE_STEPS = 8
 WHOLE = {"parallel.vision_data_parallel": True}
@@ -92,20 +91,22 @@ def curves(tp: int, pp: int, cases: dict[str, dict[str, Any]], llava: str, save_
     for name, case in cases.items():
         run = run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(2), **whole)
         found[name] = _curve(groups, run, case)
-    mixed, short, long = {1, 4, 5, 6, 7}, {"training.train_iters": 4}, {"training.train_iters": CURVE_STEPS}
-    variants: dict[str, dict[str, Any]] = {
-        "plain": long,
+    short, long = {"training.train_iters": 4}, {"training.train_iters": CURVE_STEPS}
+    packed: dict[str, dict[str, Any]] = {
         "packed": SEQUENCE | DISTRIBUTED | long,
+        "packed, DoRA": LORA | short | SEQUENCE | {"adapter.dora": True},
+    }
+    padded: dict[str, dict[str, Any]] = {
+        "plain": long,
         "recomputed": RECOMPUTED | short,
         "stage 1": STAGE_1 | short,
         "frozen tower": {"model.freeze_vision_model": True} | short,
         "adapters": LORA | short,
-        "packed, DoRA": LORA | short | SEQUENCE | {"adapter.dora": True},
         "interleaved": (INTERLEAVED if pp > 1 else {}) | short,
         "bf16": {"training.precision": "bf16"} | short,
     }
-    kept = {name: flags if tp > 1 else _without_tp(flags) for name, flags in variants.items()}
-    runs = {name: (llava, mixed, flags | whole) for name, flags in kept.items()}
+    kept = {name: flags if tp > 1 else _without_tp(flags) for name, flags in (padded | packed).items()}
+    runs = {name: TrainingRun(llava, MIXED, flags | whole, name in packed) for name, flags in kept.items()}
     return found | run_all(groups, runs, save_dir)
 
 

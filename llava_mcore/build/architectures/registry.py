@@ -1,20 +1,23 @@
-"""The classes that can be built, and the choice among them."""
+"""The classes that can be built, and the choice among them. The register (config/model_classes.py) names them."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from llava_mcore.build.architectures.base import FolderClass
-from llava_mcore.build.architectures.grids import NextFolder, OnevisionFolder
-from llava_mcore.build.architectures.idefics2 import Idefics2Folder
-from llava_mcore.build.architectures.idefics3 import Idefics3Folder, SmolVlmFolder
-from llava_mcore.build.architectures.internvl import InternVlFolder
-from llava_mcore.build.architectures.llava import LlavaFolder
 from llava_mcore.build.options import CONNECTORS, BuildOptions
+from llava_mcore.config.model_classes import MODEL_CLASSES
 from llava_mcore.errors import ConfigError
 
-_CLASSES: tuple[FolderClass, ...] = (
-    *(LlavaFolder(), NextFolder(), OnevisionFolder()),
-    *(InternVlFolder(), Idefics2Folder(), Idefics3Folder(), SmolVlmFolder()),
-)
+
+def _folder(path: str) -> FolderClass:
+    """Return the folder class of a row. `path`: its file in this folder, and its class."""
+    file, _, name = path.partition(".")
+    folder: FolderClass = getattr(import_module(f"{__package__}.{file}"), name)()
+    return folder
+
+
+_CLASSES = tuple(_folder(row.folder) for row in MODEL_CLASSES.values() if row.folder is not None)
 
 
 def folder_class(options: BuildOptions) -> FolderClass:

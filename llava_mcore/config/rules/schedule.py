@@ -10,10 +10,26 @@ from llava_mcore.config.sections.training import TrainingConfig
 
 def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[str]:
     """Yield problems of the run's length, its ramp-up or its schedule."""
-    if training.train_iters is not None and training.train_samples is not None:
-        yield "--train-iters and --train-samples both set the length of the run: give only one of them"
-    elif training.train_iters is None and training.train_samples is None:
-        yield "training.train_iters is missing: give the number of iterations with --train-iters, or --train-samples"
+    lengths = {
+        "--train-iters": training.train_iters,
+        "--train-samples": training.train_samples,
+        "--train-epochs": training.train_epochs,
+    }
+    flags = [flag for flag, value in lengths.items() if value is not None]
+    if len(flags) > 1:
+        both = "both" if len(flags) == 2 else "all"
+        yield f"{' and '.join(flags)} {both} set the length of the run: give only one of them"
+    elif not flags:
+        yield (
+            "training.train_iters is missing: give the number of iterations with --train-iters, or --train-samples or "
+            "--train-epochs"
+        )
+    if training.train_epochs is not None and optimizer.lr_wsd_decay_iters is not None:
+        yield (
+            "--lr-wsd-decay-iters: with --train-epochs the schedule follows the samples that are read: give "
+            "--lr-wsd-decay-samples"
+        )
+        return
     ramp, full = training.ramp, training.global_batch_size
     if ramp is not None and (ramp.start >= full or (full - ramp.start) % ramp.increment):
         yield (
@@ -51,6 +67,9 @@ def _check_wsd(training: TrainingConfig, optimizer: OptimizerConfig, num_iterati
 def schedule_samples(training: TrainingConfig, optimizer: OptimizerConfig) -> tuple[int, int, int]:
     """Return the samples of the warm-up, of the whole run, and of WSD's decay (0 without one)."""
     sizes, num_iterations = training.batch_sizes, training.num_iterations
+    if training.samples_to_read is not None:  # packs have different numbers of samples
+        total = training.samples_to_read
+        return round(total * optimizer.lr_warmup_fraction), total, optimizer.lr_wsd_decay_samples or 0
     warmup = sizes.samples_after(round(num_iterations * optimizer.lr_warmup_fraction))
     total = sizes.samples_after(num_iterations)
     decay = optimizer.lr_wsd_decay_samples or 0

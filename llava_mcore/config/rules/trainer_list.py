@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llava_mcore.config.model_classes import MODEL_CLASSES
 from llava_mcore.errors import ConfigError
 
 Values = dict[str, Any]
@@ -40,22 +41,6 @@ def _unless_off(reason: str) -> Callable[[Any], Values]:
         return {}
 
     return action
-
-
-MODEL_CLASSES = {
-    "llava": "LlavaForConditionalGeneration",
-    "llava_next": "LlavaNextForConditionalGeneration",
-    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
-    "internvl": "InternVLForConditionalGeneration",
-    "idefics2": "Idefics2ForConditionalGeneration",
-    "idefics3": "Idefics3ForConditionalGeneration",
-    "smolvlm": "SmolVLMForConditionalGeneration",
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
-}
-"""model_type -> class, as in models.architectures.registry, which needs torch; a test compares them."""
 
 
 def _only(*allowed: str, instead: str) -> Callable[[Any], Values]:
@@ -104,6 +89,7 @@ def _dataset(value: Any) -> Values:
     return {"data.path": value}
 
 
+_CLASS_NAMES = [row.name for row in MODEL_CLASSES.values()]
 KEYS: dict[str, Callable[[Any], Values]] = {
     "trainer_type": _only("megatron", instead="there is one trainer, on megatron-core: omit the key"),
     "dataset_config.dataset_type": _only("vision", instead="samples say which media they have: use vision, or omit it"),
@@ -118,7 +104,7 @@ KEYS: dict[str, Callable[[Any], Values]] = {
         *MODEL_CLASSES, instead=f"known: {', '.join(MODEL_CLASSES)}; the checkpoint's own processor is used"
     ),
     "model_config.model_name_or_path": _model,
-    "model_config.model_class": _only(*MODEL_CLASSES.values(), instead=f"known: {', '.join(MODEL_CLASSES.values())}"),
+    "model_config.model_class": _only(*_CLASS_NAMES, instead=f"known: {', '.join(_CLASS_NAMES)}"),
     "model_config.attn_implementation": _attention,
     "per_device_train_batch_size": _to("training.micro_batch_size"),
     "gradient_accumulation_steps": _refuse("depends on the number of GPUs: give training.global_batch_size instead"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -25,10 +26,15 @@ class TrainingConfig(Section):
     flag_group = "training"
 
     train_iters: Annotated[Iterations | None, Flag("--train-iters")] = None
-    """Iterations (optimizer steps) of the whole run, including those before a resume; required unless train_samples is
-    given."""
+    """Iterations (optimizer steps) of the whole run, including those before a resume; required unless train_samples or
+    train_epochs is given."""
     train_samples: Annotated[Samples | None, Flag("--train-samples")] = None
     """Samples of the whole run instead of iterations: as many whole iterations as fit into them."""
+    train_epochs: Annotated[float | None, Flag("--train-epochs")] = Field(None, gt=0, le=10**6)
+    """Length of the whole run in passes through the data, such as 3 or 0.5: it ends with the iteration that reads the
+    last sample of the last pass. Skipped samples count, and of packs every sample in them."""
+    epoch_samples: Annotated[Samples | None, Needs("training.train_epochs")] = None
+    """Samples of a pass through the data; not given: counted at the start. Blends by weight have none and need it."""
     micro_batch_size: Annotated[Size, Flag("--micro-batch-size")] = 1
     """Samples of one forward pass on one data-parallel rank."""
     global_batch_size: Annotated[Size, Flag("--global-batch-size")]
@@ -73,8 +79,30 @@ class TrainingConfig(Section):
         return BatchSizes.of(self.global_batch_size, self.ramp)
 
     @property
+    def samples_to_read(self) -> int | None:
+        """Samples that a run by epochs reads, with skipped ones and every sample of a pack; None for other runs, and
+        before the data has been counted."""
+        if self.train_epochs is None or self.epoch_samples is None:
+            return None
+        return math.ceil(self.train_epochs * self.epoch_samples)
+
+    @property
     def num_iterations(self) -> int:
-        """Iterations of the whole run; 0 if not given."""
+        """Iterations of the whole run, at most: a run by epochs ends sooner if samples are packed or skipped. 0 if not
+        given."""
+        if self.samples_to_read is not None:
+            within = self.batch_sizes.iterations_within(self.samples_to_read)
+            return within + (self.batch_sizes.samples_after(within) < self.samples_to_read)
         if self.train_samples is None:
             return self.train_iters or 0
         return self.batch_sizes.iterations_within(self.train_samples)
+
+    def fraction_done(self, iteration: int, num_read: int) -> float:
+        """Return how much of the run is done, from 0 to 1.
+
+        Args:
+            num_read: samples that were read, as `samples_to_read` counts them.
+        """
+        total, num_iterations = self.samples_to_read, self.num_iterations
+        by_iterations = iteration / num_iterations if num_iterations else 1.0
+        return min(1.0, by_iterations if total is None else max(by_iterations, num_read / total))

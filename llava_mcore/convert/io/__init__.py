@@ -1,1 +1,1 @@
-"""Reading and writing checkpoints tensor by tensor."""
+"""Reading and writing checkpoints tensor by tensor, in worker threads."""

@@ -2,79 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import os
-from collections.abc import Buffer, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from llava_mcore.compat.torch import file_offset
-from llava_mcore.convert.io.byte_ranges import byte_ranges_of
+from llava_mcore.checkpoint.torch_dist_metadata import Chunk
+from llava_mcore.convert.jobs import Sized, run_with_progress
 from llava_mcore.errors import CheckpointError
-from llava_mcore.files.direct_writer import Writer
-from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, sha256
-from llava_mcore.files.torch_files import LOAD_ERRORS, why_refused
-from llava_mcore.weights.slices import Scratch, Shape, TensorSlice, read_slice
+from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, Writer, as_bytes, sha256
+from llava_mcore.weights.slices import Scratch, Shape, TensorSlice, byte_ranges_of, read_slice
 from llava_mcore.weights.table import Entry
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One tensor that torch.save wrote at an offset of a file, with its length in bytes."""
-
-    path: Path
-    offset: int
-    length: int
-
-    def locate(self) -> TensorAt:
-        """Read the tensor's pickle and return where its values are.
-
-        Raises:
-            CheckpointError: it is damaged, or not written by megatron-core.
-        """
-        try:
-            with self.path.open("rb") as file:
-                window: Any = _Window(file, self.offset, self.length)
-                tensor = torch.load(window, map_location="meta", weights_only=True)
-        except LOAD_ERRORS as error:
-            raise CheckpointError(f"{self.path}: at byte {self.offset}: {why_refused(error)}") from error
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{self.path}: at byte {self.offset}: a {type(tensor).__name__}, expected a tensor")
-        if not tensor.is_contiguous():
-            raise CheckpointError(f"{self.path}: the tensor at byte {self.offset} is not contiguous")
-        return TensorAt(self.path, self.offset + file_offset(tensor), tensor.dtype, tuple(tensor.shape))
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as a separate file object."""
-
-    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
-        self.file, self.offset, self.length, self.position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
-        return self.position
-
-    def readinto(self, buffer: Buffer) -> int:
-        view = memoryview(buffer)[: max(self.length - self.position, 0)]
-        self.file.seek(self.offset + self.position)
-        count = self.file.readinto(view)
-        self.position += count
-        return count
 
 
 @dataclass(frozen=True)
@@ -202,3 +143,36 @@ def hash_tensors(job: HashTensors) -> Exported:
     with ThreadPoolExecutor(HASHERS) as hashers:
         digests = {name: hashers.submit(sha256, (x,)) for name, x in job.tensors}
         return Exported({name: x.result() for name, x in digests.items()}, job.num_bytes)
+
+
+JOB_BYTES = 128 << 20
+"""Bytes of one job."""
+
+
+def batches[Item: Sized](items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
+    """Group items, in order, until a job has enough bytes."""
+    waiting: list[Item] = []
+    for item in items:
+        waiting.append(item)
+        if sum(x.num_bytes for x in waiting) >= JOB_BYTES:
+            yield tuple(waiting)
+            waiting = []
+    if waiting:
+        yield tuple(waiting)
+
+
+def export_all(title: str, reads: Sequence[EntryRead], *, hashed: bool, workers: int) -> dict[str, str]:
+    """Write every entry to its targets and return the SHA-256 of each Hugging Face tensor, if `hashed`."""
+    jobs = [EntryExport(batch, hashed) for batch in batches(reads)]
+    return _digests(run_with_progress(title, export_entries, jobs, workers=workers))
+
+
+def hash_files(title: str, tensors: Mapping[str, TensorAt], *, workers: int) -> dict[str, str]:
+    """Return the SHA-256 of tensors in files."""
+    names = {at: name for name, at in tensors.items()}
+    jobs = [HashTensors(tuple((names[at], at) for at in batch)) for batch in batches(list(tensors.values()))]
+    return _digests(run_with_progress(title, hash_tensors, jobs, workers=workers))
+
+
+def _digests(results: Iterator[Exported]) -> dict[str, str]:
+    return {name: digest for result in results for name, digest in result.digests.items()}

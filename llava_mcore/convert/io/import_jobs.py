@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from llava_mcore.checkpoint.checksums import Checksum
-from llava_mcore.convert.io.byte_ranges import byte_ranges_of
-from llava_mcore.files.direct_writer import Writer
-from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, as_bytes, is_finite, sha256
-from llava_mcore.weights.slices import Scratch, Shape, TensorSlice, read_slice
+from llava_mcore.files.tensor_bytes import HASHERS, Data, TensorAt, Writer, as_bytes, is_finite, sha256
+from llava_mcore.weights.slices import Scratch, Shape, TensorSlice, byte_ranges_of, read_slice
 from llava_mcore.weights.table import Entry
 
 _CHECKSUMS = threading.Lock()  # torch.save's setting is shared by all threads

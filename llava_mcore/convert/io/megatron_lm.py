@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llava_mcore.checkpoint.torch_dist_metadata import StoredParameter
 from llava_mcore.compat.torch import file_offset, rebuild_tensor
-from llava_mcore.convert.io.torch_dist_index import StoredParameter
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.regular import require_regular
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.files.torch_files import LOAD_ERRORS, why_refused
-from llava_mcore.weights.fused_norms import FUSED_NORMS
-from llava_mcore.weights.sharding import Shard
+from llava_mcore.weights.names import FUSED_NORMS
 from llava_mcore.weights.slices import Shape, TensorSlice
+from llava_mcore.weights.table import Shard
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")

@@ -1,6 +1,7 @@
-"""Keys, positions and pieces of stored parameters, from the mapping table and megatron-core.
+"""The model without memory, and keys, positions and pieces of its parameters in a checkpoint.
 
-They come from a model on the meta device (tp 1, pp 1). All tensors here are on the meta device; no data is read.
+They come from the mapping table and from megatron-core's own description of the model, which is built at tp 1, pp 1.
+All tensors here are on the meta device; no data is read.
 """
 
 from __future__ import annotations
@@ -14,15 +15,28 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from llava_mcore.convert.io.import_jobs import EntryWrite, TensorChunk
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.tensor_bytes import TensorAt
-from llava_mcore.weights.sharding import Shard
+from llava_mcore.models.configs import ModelOptions
+from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.weights.slices import Shape, TensorSlice
-from llava_mcore.weights.table import MappingTable
+from llava_mcore.weights.table import MappingTable, Shard
 
 SharedState = dict[str, Any]
+
+
+def meta_model(hf: PretrainedConfig, *, num_vocab_rows: int) -> VisionLanguageModel:
+    """Build the whole model (tp 1, pp 1) on the meta device. Process groups of one process must exist.
+
+    Args:
+        num_vocab_rows: rows of the embedding, including padding.
+    """
+    options = ModelOptions(initialize=False, on_cpu=True, make_vocab_size_divisible_by=num_vocab_rows)
+    with torch.device("meta"):
+        return VisionLanguageModel(hf, options)
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -78,6 +92,7 @@ def planned_weights(
 
     The state has no data; megatron-core creates a checkpoint's metadata from it.
     """
+    # Layers may have extra state, which the table does not know.
     state: SharedState = {}
     writes: list[EntryWrite] = []
     for name, sharded in model_state.items():
@@ -85,10 +100,12 @@ def planned_weights(
         if entry is None:
             state[name] = sharded  # a layer's extra state, which is empty here
             continue
+        # The whole parameter, without data: its dtype and shape follow from the sources.
         tensors = tuple(sources[x] for x in entry.hf_names)
         target_dtype = tensors[0].dtype if dtype is None else dtype
         meta = {x: _meta(at.shape, target_dtype) for x, at in zip(entry.hf_names, tensors, strict=True)}
         full = entry.to_megatron(meta)
+        # megatron-core's key and place, cut for the ranks; and the parts of the parameter that the pieces are.
         blocks = _with_data(sharded, full)
         origin = _stored_slice(blocks, tuple(full.shape)).tensor_slice.start
         state[name] = [cut for block in blocks for cut in _cut(block, entry.shard, tp_size)]

@@ -12,20 +12,20 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encode.chat_format import ChatFormat
-from llava_mcore.data.encode.images import ToRgb, on_white
-from llava_mcore.data.encode.pixel_range import pixel_range_of
-from llava_mcore.data.encode.preprocess import ImagePreprocessor, MediaPreprocessor
-from llava_mcore.data.encode.processors import (
+from llava_mcore.data.encode.chat_template import Lang, TemplateChoice, choose_template
+from llava_mcore.data.encode.special_tokens import check_tokenizer, choose_tokens
+from llava_mcore.data.processors.image_processor import ImagePreprocessor, MediaPreprocessor
+from llava_mcore.data.processors.images import ToRgb, on_white
+from llava_mcore.data.processors.load import (
     LOAD_ERRORS,
     PROCESSOR_FILES,
+    VIDEO_FILE,
     Processors,
     load_processors,
     media_plan,
     media_preprocessor,
 )
-from llava_mcore.data.encode.special_tokens import check_tokenizer, choose_tokens
-from llava_mcore.data.encode.text.template_choice import Lang, TemplateChoice, choose_template
-from llava_mcore.data.encode.video_processor import VIDEO_FILE
+from llava_mcore.data.processors.pixel_range import pixel_range_of
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import CheckpointError, ConversionError, DataError, LlavaMcoreError, problems
 from llava_mcore.files.regular import kind_of
@@ -70,6 +70,11 @@ class Assets:
     """Why samples with pictures, videos or sounds cannot be used, by their mark; those without a reason can."""
 
     @property
+    def pixel_ranges(self) -> dict[str, PixelRange]:
+        """The ranges by the name of their field."""
+        return {"pixels": self.pixels, "video_pixels": self.video_pixels}
+
+    @property
     def to_rgb(self) -> ToRgb:
         """How pictures become RGB."""
         return self.images.to_rgb if isinstance(self.images, ImagePreprocessor) else on_white
@@ -105,12 +110,14 @@ def load_assets(
         DataError: lists everything that is missing or does not match.
     """
     errors: list[str] = []
+    # Loading continues after a problem, so that one message lists all of them.
     folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
     refuse_odd_files(folders)
     config = _load_config(folders[-1], errors)
     tokenizer = _load_tokenizer(hf_dir, errors)
     if tokenizer is not None:
         choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, errors)
+    # What depends on the tokenizer or the class is skipped where that could not be loaded.
     choice = _choose_template(tokenizer, folders, chat_template, lang, errors)
     processors = load_processors(folders, config, tokenizer, pixels, video_pixels, errors)
     plan = None if config is None else media_plan(folders, config, tokenizer, processors, errors)
@@ -121,6 +128,7 @@ def load_assets(
         raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", errors))
     assert config is not None and tokenizer is not None and choice is not None and preprocessor is not None
     assert plan is not None and token is not None
+    # From here on nothing is missing; a template that cannot be used still raises.
     chat = _chat_format(hf_dir, tokenizer, choice, plan, special_tokens_in_text, _placeholders(token, plan, processors))
     return Assets(
         tokenizer=tokenizer,

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torchvision
@@ -18,9 +18,24 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 from llava_mcore.config.sections.augment import TransformConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.own_transforms import OWN_TRANSFORMS, OwnTransform
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK
 from llava_mcore.errors import ConfigError, DataError, problems
+
+
+class OwnTransform(v2.Transform):
+    """A transform of one picture, uint8 [3, height, width], with its arguments in `__init__`.
+
+    It keeps type and size, has no state, and draws from torch's global generator alone, which is seeded for each
+    picture.
+    """
+
+    moves: ClassVar[bool] = False
+    """Whether things in the picture are elsewhere afterwards, so that coordinates in the text are wrong."""
+
+
+OWN_TRANSFORMS: dict[str, type[OwnTransform]] = {}
+"""By the name in `data.augment`."""
+
 
 TRANSFORM_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that transforms raise for arguments, and for pictures, that they cannot use."""
@@ -52,7 +67,7 @@ _PROBES = ((96, 128), (128, 96), (112, 112))
 _PROBE_SEEDS = range(4)
 
 
-class PictureKey(NamedTuple):
+class ImageKey(NamedTuple):
     """Everything that the random draws of a picture depend on."""
 
     seed: int
@@ -79,7 +94,7 @@ class Augmentation:
             raise ConfigError(problems(f"data.augment cannot be used; transforms that can be: {allowed}", errors))
         self._transforms = [transform for transform in built if transform is not None]
 
-    def __call__(self, pixels: Tensor, key: PictureKey) -> Tensor:
+    def __call__(self, pixels: Tensor, key: ImageKey) -> Tensor:
         """Return a picture or frame, uint8 [3, height, width], after all transforms; equal keys have equal draws.
 
         torch's global generator is as before afterwards.
@@ -168,7 +183,7 @@ def _try(transform: v2.Transform) -> str | None:
     """Return why a transform cannot be used for pictures of several proportions."""
     for height, width in _PROBES:
         for seed in _PROBE_SEEDS:
-            with _draws(PictureKey(seed, 0, "probe", 0, 0)):
+            with _draws(ImageKey(seed, 0, "probe", 0, 0)):
                 probe = torch.randint(0, 256, (3, height, width), dtype=torch.uint8)
                 try:
                     _apply(transform, probe)
@@ -200,7 +215,7 @@ def _moves(transform: v2.Transform) -> bool:
 
 
 @contextlib.contextmanager
-def _draws(key: PictureKey) -> Iterator[None]:
+def _draws(key: ImageKey) -> Iterator[None]:
     """Seed torch's global generator in a block, and compute there with one thread, as loader processes do: sums over a
     picture have other roundings with more."""
     state, num_threads = torch.get_rng_state(), torch.get_num_threads()

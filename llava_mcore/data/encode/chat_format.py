@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +16,10 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
-from llava_mcore.data.encode.marks import TYPES, as_text, check_marks, count_marks
-from llava_mcore.data.encode.text.around_media import rewritten
-from llava_mcore.data.encode.text.chat_text import ChatText, Tools
-from llava_mcore.data.encode.text.spans import tokens_in_span
-from llava_mcore.data.encode.text.tokens import TextTokens
-from llava_mcore.data.encode.text.turn_texts import changed, changed_strings, texts_of
-from llava_mcore.data.encode.text.typed_tokens import TypedTokens
+from llava_mcore.data.encode.chat_text import ChatText, Tools
+from llava_mcore.data.encode.marks import TYPES, as_text, check_marks, count_marks, escape, unescape
+from llava_mcore.data.encode.special_tokens import TypedTokens
+from llava_mcore.data.encode.tokens import Span, TextTokens, tokens_in_span
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import NOTHING_AROUND, AroundMedia
@@ -52,6 +51,7 @@ class ChatFormat(ChatText):
 
         Raises DataError for a template whose answers cannot be distinguished from its prompts.
         """
+        # What a text may contain, and how the template renders it.
         self.special_tokens_in_text = special_tokens_in_text
         self.image_token, self.video_token, self.audio_token = image_token, video_token, audio_token
         tokens = {IMAGE_MARK: image_token, VIDEO_MARK: video_token, AUDIO_MARK: audio_token}
@@ -61,6 +61,7 @@ class ChatFormat(ChatText):
             eos_token=str(tokenizer.eos_token),
             variables=tokenizer.special_tokens_map,
         )
+        # Ids by which placeholders and what is beside them are recognized in tokenized text.
         self.media_ids = {
             mark: int(tokenizer.convert_tokens_to_ids(token)) for mark, token in self._media_tokens.items()
         }
@@ -75,6 +76,7 @@ class ChatFormat(ChatText):
         self._encoder = tokenizer.backend_tokenizer
         self._encoder.no_truncation()
         self._encoder.no_padding()
+        # Special tokens that were typed must not be taken for the template's.
         named = [t for t in tokenizer.special_tokens_map.values() if isinstance(t, str)]
         placeholders = self._media_tokens.values()
         self._typed = TypedTokens(self._encoder, [*named, *placeholders], marks=self._media_tokens.keys())
@@ -208,3 +210,48 @@ class ChatFormat(ChatText):
 def _first_visible(text: str, start: int) -> int:
     """Return the position of the first character from `start` that is not white space."""
     return next((index for index in range(start, len(text)) if not text[index].isspace()), len(text))
+
+
+def rewritten(text: str, spans: Sequence[Span], around: AroundMedia) -> tuple[str, list[Span]]:
+    """Return the text after all rules, and where the spans are in it."""
+    bounds = [bound for span in spans for bound in span]
+    for pattern, replacement in around.rules:
+        ends = [(match.end(), len(replacement) - len(match[0])) for match in re.finditer(pattern, text)]
+        bounds = [bound + sum(longer for end, longer in ends if end <= bound) for bound in bounds]
+        text = re.sub(pattern, replacement.replace("\\", r"\\"), text)
+    return text, list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def texts_of(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Iterator[str]:
+    """Yield every text. Outside of what is said, marks are literal text, and escaped here."""
+    for turn in turns:
+        yield turn.text
+        yield from (escape(text) for text in _strings([turn.reasoning, turn.fields]))
+    yield from (escape(text) for text in _strings(tools))
+
+
+def changed(turn: Turn, change: Callable[[str], str]) -> Turn:
+    """Return the turn with every text changed. `change`: gets texts as `texts_of` yields them."""
+    reasoning, fields = changed_strings((turn.reasoning, turn.fields), change)
+    return replace(turn, text=change(turn.text), reasoning=reasoning, fields=fields)
+
+
+def changed_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return plain containers with every string in them, escaped, changed. Keys of objects stay."""
+    if isinstance(value, str):
+        return unescape(change(escape(value)))
+    if isinstance(value, Mapping):
+        return {key: changed_strings(item, change) for key, item in value.items()}
+    return [changed_strings(item, change) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if value:
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)

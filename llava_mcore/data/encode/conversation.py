@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.energon import FileStore, FileStoreDecoder, TextSample, VQASample, basic_sample_keys, stateless
 
-from llava_mcore.data.encode.answers import majority
 from llava_mcore.data.encode.marks import NAMES, check_marks, count_marks, without_marks
 from llava_mcore.data.encode.messages import (
     ROLES,
@@ -21,11 +20,11 @@ from llava_mcore.data.encode.messages import (
     turn_of,
 )
 from llava_mcore.data.encode.prompts import POOL_KEY
-from llava_mcore.data.encode.record_keys import ROW, TURN, is_full
+from llava_mcore.data.encode.record_keys import ROW, TURN, is_full, majority
 from llava_mcore.data.encode.sample_media import SampleMedia, media_of
-from llava_mcore.data.encode.stored_tokens import TOKENS_KEY
+from llava_mcore.data.encode.tokens import TOKENS_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, ChatSample, Conversation, Turn
-from llava_mcore.data.storage.tar_members import NoContents
+from llava_mcore.data.storage.tar_files import NoContents
 from llava_mcore.errors import DataError
 
 

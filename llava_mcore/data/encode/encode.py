@@ -11,10 +11,19 @@ import numpy as np
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.marks import NAMES
-from llava_mcore.data.encode.placeholders import audio_tokens, expand, in_order, media_tokens, video_tokens
-from llava_mcore.data.encode.stored_tokens import TOKENS_KEY, from_json, is_by, is_of
-from llava_mcore.data.encode.text.tokens import TextTokens
-from llava_mcore.data.samples import Conversation, MediaSpan, Sound, TokenConversation, Turn, Video
+from llava_mcore.data.encode.tokens import (
+    TOKENS_KEY,
+    TextTokens,
+    audio_tokens,
+    expand,
+    from_json,
+    in_order,
+    is_by,
+    is_of,
+    media_tokens,
+    video_tokens,
+)
+from llava_mcore.data.samples import Audio, Conversation, MediaSpan, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import MediaPlan, MediaTokens
 
@@ -53,7 +62,7 @@ def check_media(conversation: Conversation, assets: Assets) -> None:
             raise DataError(f"it has a {NAMES[mark]}, but {assets.refused[mark]}")
     if len(frames) > limits.frames:
         raise DataError(f"its videos have {len(frames)} frames; the limit is {limits.frames} (max_frames)")
-    num_bytes = sum(map(len, (*conversation.images, *frames, *(sound.data for sound in conversation.audios))))
+    num_bytes = sum(map(len, (*conversation.images, *frames, *(audio.data for audio in conversation.audios))))
     if num_bytes > limits.sample_bytes:
         raise DataError(
             f"its pictures, frames and sounds have {num_bytes} bytes; the limit is {limits.sample_bytes} "
@@ -67,7 +76,7 @@ def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: 
     images = zip(conversation.images, media_tokens(conversation.images, plan, most_pixels), strict=True)
     videos = zip(conversation.videos, video_tokens(conversation.videos, plan, most_pixels), strict=True)
     audios = zip(conversation.audios, audio_tokens(conversation.audios, plan), strict=True)
-    ordered: list[tuple[bytes | Video | Sound, MediaTokens]] = in_order(text.ids, [*images], [*videos], [*audios], plan)
+    ordered: list[tuple[bytes | Video | Audio, MediaTokens]] = in_order(text.ids, [*images], [*videos], [*audios], plan)
     tokens = expand(text, plan.placeholders, [item for _, item in ordered])
     placed = (MediaSpan(data, int(start), item) for (data, item), start in zip(ordered, tokens.starts, strict=True))
     return TokenConversation(key, tokens.input_ids, tokens.trained, tuple(placed), truncated=False, typed=tokens.typed)
@@ -108,6 +117,7 @@ def fit(
     Raises:
         TooLongError: it may not be truncated, or nothing to train on would be left.
     """
+    # Collect every budget that is exceeded, so that one message names all settings to raise.
     over, raised = [], []
     if len(tokens) > seq_length:
         over.append(f"{len(tokens)} tokens (media included), but data.seq_length is {seq_length}")
@@ -119,7 +129,8 @@ def fit(
         return tokens
     excess = f"the sample has {'; and '.join(over)}"
     if not truncate:
-        raise TooLongError(f"{excess}; raise {' and '.join(raised)}, or choose --on-too-long drop or truncate")
+        raise TooLongError(f"{excess}; raise {' and '.join(raised)}, or choose --on-too-long truncate")
+    # An answer that is cut off completely leaves nothing to learn.
     shorter = cut(tokens, seq_length, most_patches)
     if not shorter.trained.any():
         raise TooLongError(f"{excess}; if it is truncated, nothing to train on is left")

@@ -6,7 +6,8 @@ so that nothing in a user's data is dropped without a word.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ CLIP_KEYS = {
     "end": ("video_end", "end_time", "end"),
 }
 """Options of one video, which frames are taken, and the spellings of each."""
-PICTURE_OPTIONS = frozenset((*SIZE_KEYS, "detail"))
+IMAGE_OPTIONS = frozenset((*SIZE_KEYS, "detail"))
 VIDEO_OPTIONS = frozenset((*SIZE_KEYS, *(key for spellings in CLIP_KEYS.values() for key in spellings)))
 
 
@@ -130,7 +131,7 @@ PART = KeyTable(
     level=" of parts",
     honored=frozenset(("type", "text", "url", "path", "thinking", "reasoning", "frames", "bytes", "base64"))
     | frozenset((*MEDIA_KEYS, "image_url", "video_url", "audio_url", "input_audio"))
-    | PICTURE_OPTIONS
+    | IMAGE_OPTIONS
     | VIDEO_OPTIONS,
     refused={
         "raw_fps": RefusedKey("write `fps`: the number of the listed frames per second"),
@@ -167,3 +168,27 @@ def full_value(record: Mapping[str, Any], keys: Iterable[str]) -> Any:
 def _as_list(value: Any) -> list[Any]:
     """Return a value such that `image: x` and `images: [x]` are equal."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+TEXT_KEYS = ("answer", "text", "value")
+"""Keys of an answer that is an object, such as VQAv2's {"answer", "answer_confidence", "answer_id"}."""
+
+
+def majority(answers: Sequence[Any]) -> Any:
+    """Return the most frequent answer, ignoring case and surrounding white space; the first of equally frequent ones.
+
+    Answers are texts, or objects with a text under one of TEXT_KEYS. None if there is none.
+    """
+    texts = [_answer_text(answer) for answer in answers]
+    full = [text for text in texts if isinstance(text, str) and text.strip()]
+    if not full:
+        return texts[0] if texts else None
+    counts = Counter(text.strip().lower() for text in full)
+    best = max(counts.values())
+    return next(text for text in full if counts[text.strip().lower()] == best)
+
+
+def _answer_text(answer: Any) -> Any:
+    if isinstance(answer, Mapping):
+        return next((answer[key] for key in TEXT_KEYS if answer.get(key) is not None), None)
+    return answer

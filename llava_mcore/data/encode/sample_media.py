@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from megatron.energon import FileStore
+from megatron.energon.epathlib import EPath
 
-from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS, Sound, Video
-from llava_mcore.data.storage.picture_store import stored_pictures
+from llava_mcore.config.sections.data import LIMITS
+from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS, Audio, Video
+from llava_mcore.data.storage.remote import STORAGE_ERRORS
 from llava_mcore.errors import DataError
+from llava_mcore.files.regular import RefusedFileError, open_regular_file
 
 VIDEOS_KEY, FRAMES_KEY, FPS_KEY, AUDIOS_KEY = "videos", "frames", "fps", "audios"
 
@@ -30,7 +34,7 @@ class SampleMedia:
 
     images: tuple[bytes, ...] = ()
     videos: tuple[Video, ...] = ()
-    audios: tuple[Sound, ...] = ()
+    audios: tuple[Audio, ...] = ()
 
 
 def media_of(sample: Mapping[str, Any], about: Mapping[str, Any], store: FileStore[bytes] | None) -> SampleMedia:
@@ -50,20 +54,20 @@ def media_of(sample: Mapping[str, Any], about: Mapping[str, Any], store: FileSto
     """
     listed = listed_videos(about.get(VIDEOS_KEY))
     frames = {name for video in listed for name in video.frames}
-    parts = {key: part for key, part in sample.items() if is_picture_part(key)}
-    pictures = [parts[name] for name in _numbered([name for name in parts if name not in frames])]
-    if not pictures and about.get("images"):
-        pictures = stored_pictures(about["images"], store, dict(sample))
+    parts = {key: part for key, part in sample.items() if is_image_part(key)}
+    images = [parts[name] for name in _numbered([name for name in parts if name not in frames])]
+    if not images and about.get("images"):
+        images = stored_images(about["images"], store, dict(sample))
     videos = [
         Video(tuple(_frames(index, video, parts, store, sample)), video.fps) for index, video in enumerate(listed)
     ]
-    sounds = [Sound(data) for data in _sounds(sample, about.get(AUDIOS_KEY), store)]
-    return SampleMedia(tuple(pictures), tuple(videos), tuple(sounds))
+    audios = [Audio(data) for data in _audios(sample, about.get(AUDIOS_KEY), store)]
+    return SampleMedia(tuple(images), tuple(videos), tuple(audios))
 
 
-def _sounds(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | None) -> list[bytes]:
+def _audios(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | None) -> list[bytes]:
     """Return the sounds of a sample. `listed`: "audios" of its json."""
-    parts = {key: part for key, part in sample.items() if is_sound_part(key)}
+    parts = {key: part for key, part in sample.items() if is_audio_part(key)}
     if listed is None:
         return [parts[name] for name in _numbered(list(parts), "sounds")]
     if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
@@ -77,16 +81,16 @@ def _sounds(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | No
             f"there is no part {named[0]!r}, found {sorted(parts) or 'no sounds'}, and the dataset has no store "
             "(aux: {images: …})"
         )
-    stored = dict(zip(named, stored_pictures(named, store, dict(sample), key=AUDIOS_KEY), strict=True)) if named else {}
+    stored = dict(zip(named, stored_images(named, store, dict(sample), key=AUDIOS_KEY), strict=True)) if named else {}
     return [parts[name] if name in parts else stored[name] for name in listed]
 
 
-def is_picture_part(name: str) -> bool:
+def is_image_part(name: str) -> bool:
     """Return whether a part of a sample is a picture or frame, by its suffix."""
     return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in IMAGE_PARTS
 
 
-def is_sound_part(name: str) -> bool:
+def is_audio_part(name: str) -> bool:
     """Return whether a part of a sample is a sound, by its suffix."""
     return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in AUDIO_PARTS
 
@@ -144,7 +148,7 @@ def _frames(
             f"video {index}: there is no part {named[0]!r}, found {sorted(parts) or 'no pictures'}, and the dataset "
             "has no store of pictures (aux: {images: …})"
         )
-    stored = dict(zip(named, stored_pictures(named, store, dict(sample), key=VIDEOS_KEY), strict=True)) if named else {}
+    stored = dict(zip(named, stored_images(named, store, dict(sample), key=VIDEOS_KEY), strict=True)) if named else {}
     return [parts[name] if name in parts else stored[name] for name in video.frames]
 
 
@@ -157,3 +161,53 @@ def _numbered(names: list[str], media_name: str = "pictures") -> list[str]:
         example = "0.jpg, 1.png" if media_name == "pictures" else "0.wav, 1.mp3"
         raise DataError(f"several {media_name} must be numbered ({example}, …), found the parts {names}")
     return sorted(names, key=lambda name: int(name.partition(".")[0]))
+
+
+def stored_images(
+    names: Any, store: FileStore[bytes] | None, sample: dict[str, Any], *, key: str = "images"
+) -> list[bytes]:
+    """Return the bytes of the pictures that a sample names, in that order.
+
+    Args:
+        names: the value of `key` in the sample's json.
+        store: the store that the blend gives as `aux: {images: …}` with the dataset.
+        sample: the pictures' locations are added to its sources, for messages.
+
+    Raises:
+        DataError: there is no store, the names are not a list, a name is outside of the store, or a picture is missing.
+        RuntimeError: the store does not answer, or refuses the request.
+    """
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise DataError(f'"{key}" must be a list of names, found {names!r:.80}')
+    if store is None:
+        raise DataError(f'"{key}" names {names[0]!r}, but the dataset has no store of pictures (aux: {{images: …}})')
+    return [_image(name, store, sample) for name in names]
+
+
+def _check_file(name: str, store: FileStore[bytes]) -> None:
+    """Raise DataError for a file whose reading would block or never end."""
+    folder = EPath(store.get_path())
+    if not folder.is_local():
+        return
+    try:
+        open_regular_file(folder.local_path() / name, LIMITS.sample_bytes).close()
+    except RefusedFileError as error:
+        raise DataError(f"the picture {name!r}: {error}") from error
+    except (OSError, ValueError):
+        pass  # missing: it is in a tar of the store, or reading it reports the error
+
+
+def _image(name: str, store: FileStore[bytes], sample: dict[str, Any]) -> bytes:
+    if PurePosixPath(name).is_absolute() or "://" in name or ".." in PurePosixPath(name).parts:
+        raise DataError(f"the picture {name!r} is outside of its store; names must be relative to it")
+    _check_file(name, store)
+    try:
+        return store.get(name, sample)
+    except (FileNotFoundError, KeyError) as error:
+        raise DataError(f"the picture {name!r} is not in {store.get_path()}") from error
+    except STORAGE_ERRORS as error:
+        # Local files fail one by one. An object store that refuses or does not answer would fail for all of them,
+        # so its OSErrors become errors that do not count as a broken sample.
+        if not isinstance(error, PermissionError) and isinstance(error, OSError) and error.__cause__ is None:
+            raise DataError(f"the picture {name!r} in {store.get_path()} cannot be read: {error}") from error
+        raise RuntimeError(f"{store.get_path()} cannot be read: {error.__cause__ or error}") from None

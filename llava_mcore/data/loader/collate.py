@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
-from llava_mcore.media.batch_fields import PICTURE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
+from llava_mcore.media.batch_fields import IMAGE_FIELDS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES, Fields
 from llava_mcore.media.media import index_values, position_ids
-from llava_mcore.media.pixels import NO_SCALE
 
 BATCH_SUMS: dict[str, Callable[[Sequence[TokenConversation]], tuple[int, int]]] = {
     "num_truncated": lambda conversations: (sum(conversation.truncated for conversation in conversations), 0),
@@ -30,7 +29,7 @@ def collate(
     packed: bool,
     multiple: int = 8,
     pixel_scale: Tensor = NO_SCALE,
-    fields: Fields = PICTURE_FIELDS,
+    fields: Fields = IMAGE_FIELDS,
     num_axes: int = 1,
 ) -> Batch:
     """Make one micro-batch.
@@ -66,8 +65,8 @@ class _MediaCollator:
             return plain
         ids = np.tile(plain, (self.num_axes, 1, 1))
         for conversation, (row, start) in zip(conversations, places, strict=True):
-            pictures, starts = [x.tokens for x in conversation.media], [x.start for x in conversation.media]
-            own_ids = position_ids(len(conversation), pictures, starts, self.num_axes)
+            images, starts = [x.tokens for x in conversation.media], [x.start for x in conversation.media]
+            own_ids = position_ids(len(conversation), images, starts, self.num_axes)
             ids[:, row, start : start + len(conversation)] = own_ids
         return ids
 
@@ -75,10 +74,10 @@ class _MediaCollator:
         self, pixels: Sequence[Tensor], conversations: Sequence[TokenConversation], starts: Sequence[int]
     ) -> dict[str, Tensor]:
         """Return every field. `starts`: start of each conversation in the flattened [b * s]."""
-        pictures = [item.tokens for conversation in conversations for item in conversation.media]
+        images = [item.tokens for conversation in conversations for item in conversation.media]
         begins = [start + item.start for c, start in zip(conversations, starts, strict=True) for item in c.media]
         pixel_fields = {PIXEL_VALUES: _together(pixels), PIXEL_SCALE: self.pixel_scale}
-        return pixel_fields | index_values(self.fields, pictures, begins)
+        return pixel_fields | index_values(self.fields, images, begins)
 
 
 def _pad(
@@ -124,6 +123,7 @@ def _batch(
     media: _MediaCollator,
 ) -> Batch:
     """Write conversations into rows, each starting at its (row, column). `plain`: positions [b, s] of text alone."""
+    # The token at i predicts the one at i + 1, so labels and mask are shifted, and the last token has none.
     shape = plain.shape
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.zeros(shape, dtype=np.int64)
@@ -133,6 +133,7 @@ def _batch(
         input_ids[row, start:end] = conversation.input_ids
         np.multiply(conversation.input_ids[1:], trained, out=labels[row, start : end - 1])
         loss_mask[row, start : end - 1] = trained
+    # Fields of media may be indices of tokens in the flattened batch [b * s].
     starts = [row * shape[1] + start for row, start in places]
     return Batch(
         __key__=[sample.__key__ for sample in samples],

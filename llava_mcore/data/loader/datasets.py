@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_c
 from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat
 from llava_mcore.data.samples import ChatSample
 from llava_mcore.data.storage.blend import SPLIT
-from llava_mcore.data.storage.dataset_path import refuse_endless
-from llava_mcore.data.storage.open_shards import OPEN_SHARDS
+from llava_mcore.data.storage.dataset_path import MANIFEST, refuse_endless
 from llava_mcore.data.storage.remote import locate
 from llava_mcore.data.storage.shard_reader import read_shards_directly
+from llava_mcore.data.storage.tar_files import OPEN_SHARDS
 from llava_mcore.errors import DataError
+from llava_mcore.files.regular import read_object
 
 DECODER = TextDecoder()
 
@@ -45,6 +46,9 @@ OPEN_ERRORS = (
     ryml.ExceptionBasic,
 )
 """Errors that energon raises for an invalid dataset.yaml, split.yaml or blend."""
+
+
+NO_EPOCHS = "give training.epoch_samples=N, or --train-iters or --train-samples in place of --train-epochs"
 
 
 @dataclass(frozen=True)
@@ -121,17 +125,58 @@ def open_datasets(path: Path | str, *, max_sample_bytes: int, split: str = SPLIT
     Raises:
         DataError: energon cannot open them.
     """
-    workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    refuse_endless(path)
-    refuse_named_code()
     OPEN_SHARDS.close_all()
     forget_read_members()
+    with _opening(path):
+        return [_open(one, max_sample_bytes) for one in _listed(path, split)]
+
+
+def samples_per_epoch(path: Path | str) -> int:
+    """Return the number of samples, and of prepared packs of the samples in them, in one pass through a data path.
+
+    Raises:
+        DataError: energon cannot open it; or it has no passes, or they cannot be counted without reading everything.
+    """
+    with _opening(path):
+        datasets = _listed(path, SPLIT)
+        if any(one.weight is not None for one in datasets):
+            raise DataError(f"{path} is a blend by weights, which has no epochs: {NO_EPOCHS}")
+        return round(sum(_count(one.dataset) * float(one.repetitions or 1) for one in datasets))
+
+
+def _count(factory: Any) -> int:
+    """Return the number of conversations of a dataset, in the subset that a blend takes of it."""
+    shards = _shards(factory)
+    file = Path(str(factory.path)) / MANIFEST
+    manifest = read_object(file, DataError) if file.is_file() else {}
+    totals = manifest.get("totals", {})
+    if totals.get("entries") == totals.get("conversations"):
+        return sum(shard.count for shard in shards)
+    entries = {shard["name"]: shard["samples"] for shard in manifest["shards"]}
+    conversations = {shard["name"]: shard.get("conversations") for shard in manifest["shards"]}
+    if any(conversations.get(shard.name) is None or shard.count != entries[shard.name] for shard in shards):
+        raise DataError(f"{file} does not say how many conversations are in the packs of each shard: {NO_EPOCHS}")
+    return sum(conversations[shard.name] for shard in shards)
+
+
+def _listed(path: Path | str, split: str) -> list[LoadedDataset]:
+    """Return the datasets of a data path as energon finds them, not yet opened."""
+    refuse_endless(path)
+    refuse_named_code()
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    location = path if isinstance(path, Path) else locate(path)
+    loaded = load_dataset(location).get_datasets(
+        training=False, split_part=split, worker_config=workers, decoder=DECODER
+    )
+    return list(loaded.datasets)
+
+
+@contextlib.contextmanager
+def _opening(path: Path | str) -> Iterator[None]:
+    """Raise DataError for what energon raises."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # energon prints a line for each .jsonl
-            loaded = load_dataset(path if isinstance(path, Path) else locate(path)).get_datasets(
-                training=False, split_part=split, worker_config=workers, decoder=DECODER
-            )
-            return [_open(one, max_sample_bytes) for one in loaded.datasets]
+            yield
     except NamedCodeError as error:
         raise DataError(f"{path} is refused, see its .nv-meta/dataset.yaml: {error}") from error
     except OPEN_ERRORS as error:

@@ -16,8 +16,8 @@ from pathlib import Path
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 
 from llava_mcore.compat.energon.storage_clients import remember_clients_at_forks
-from llava_mcore.data.storage.open_shards import OPEN_SHARDS
 from llava_mcore.data.storage.remote import renew_connections
+from llava_mcore.data.storage.tar_files import OPEN_SHARDS
 from llava_mcore.processes.parent import die_with_parent
 
 OPEN_FILES = Path("/proc/self/fd")

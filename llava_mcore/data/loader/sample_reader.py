@@ -10,9 +10,9 @@ from typing import Any
 from megatron.energon import SkipSample
 from megatron.energon.source_info import SourceInfo
 
-from llava_mcore.data.encode.augment import PictureKey
+from llava_mcore.data.encode.augment import ImageKey
 from llava_mcore.data.loader.datasets import Dataset
-from llava_mcore.data.loader.skips import DATA_ERRORS, MEMORY_ADVICE, Skips, origin_of, sources_of
+from llava_mcore.data.loader.sample_problems import DATA_ERRORS, MEMORY_ADVICE, Skips, origin_of, sources_of
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.order.stream_order import Choice
 from llava_mcore.data.samples import EncodedSample, TokenConversation, TokenSample
@@ -145,7 +145,7 @@ class SampleReader:
         def with_draws(conversation: TokenConversation) -> TokenConversation:
             where = (self.encoder.seed, choice.dataset, conversation.key, choice.pass_index)
             media = [
-                replace(item, augment=partial(augmentation, key=PictureKey(*where, index)))
+                replace(item, augment=partial(augmentation, key=ImageKey(*where, index)))
                 for index, item in enumerate(conversation.media)
             ]
             return replace(conversation, media=tuple(media))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
-from llava_mcore.data.loader.best_fit import PatchBudget, fullest_pack
+from torch.utils.data import IterableDataset
+
+from llava_mcore.data.loader.packing import PatchBudget, fullest_pack
 from llava_mcore.data.loader.sample_reader import SampleReader
+from llava_mcore.data.loader.source import Delivery, PixelBuffers
+from llava_mcore.data.loader.turns import Turns
 from llava_mcore.data.order.mixture import Progress
 from llava_mcore.data.order.stream_order import Choice
 from llava_mcore.data.samples import Batch, EncodedSample, Skip, TokenSample
+from llava_mcore.media.batch_fields import PIXEL_VALUES
 
 
 @dataclass(frozen=True)
@@ -207,3 +213,29 @@ def _joined(samples: list[TokenSample]) -> TokenSample:
         num_tokens=sum(sample.num_tokens for sample in samples),
         num_patches=sum(sample.num_patches for sample in samples),
     )
+
+
+class StreamServer(IterableDataset[Delivery]):
+    """Yields the deliveries of one loader process: its streams, in the order of all streams of the rank."""
+
+    def __init__(self, streams: dict[int, Stream], turns: Turns, buffers: PixelBuffers | None) -> None:
+        """streams: the streams of this process; turns: the order of all streams of the rank; buffers: None in the
+        training process."""
+        self.streams = streams
+        self.buffers = buffers
+        self._turns = turns
+
+    def __iter__(self) -> Iterator[Delivery]:
+        for stream_index, index in self._turns:
+            if stream_index in self.streams:
+                stream = self.streams[stream_index]
+                batch = stream.batch(index)
+                if batch is None:
+                    return
+                delivery = Delivery(stream_index, batch, stream.position())
+                media = delivery.batch.media
+                if self.buffers is not None:
+                    delivery.buffered = self.buffers.put(media[PIXEL_VALUES])
+                if delivery.buffered is not None:
+                    media[PIXEL_VALUES], delivery.buffers = media[PIXEL_VALUES][:0], self.buffers
+                yield delivery

@@ -14,7 +14,7 @@ from llava_mcore.data.encode.conversation import with_prompt
 from llava_mcore.data.encode.encode import TooLongError, fit, tokenize
 from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
 from llava_mcore.data.loader.collate import collate
-from llava_mcore.data.loader.skips import Skips
+from llava_mcore.data.loader.sample_problems import Skips
 from llava_mcore.data.samples import (
     Batch,
     ChatSample,
@@ -58,6 +58,7 @@ class ChatTaskEncoder:
 
     def preencode_sample(self, chat: ChatSample) -> TokenSample:
         """Tokenize one sample. DataError if it is broken or does not fit."""
+        # A pack that `prepare` has written has several conversations; each gets a key.
         single = len(chat.conversations) == 1
         if not single and not self.data.packing:
             raise DataError("the sample was packed when it was written; train with --packing")
@@ -66,10 +67,12 @@ class ChatTaskEncoder:
             self._fitted(tokenize(self.prompted(chat, conversation, key), self.assets, key))
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
+        # Lengths are all that packing needs; media stay encoded until then.
         num_patches = sum(conversation.num_patches for conversation in conversations)
         tokens = TokenSample.derive_from(
             chat, conversations=conversations, num_tokens=sum(map(len, conversations)), num_patches=num_patches
         )
+        # A written pack cannot be divided, so it must keep to the budgets as a whole.
         limit = self.data.max_media_tokens
         if limit is not None and num_patches > limit:  # each conversation has fewer
             raise TooLongError(

@@ -13,17 +13,14 @@ from typing import Any, Self
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
-from llava_mcore.data.encode.stored_tokens import log_origin
+from llava_mcore.data.encode.tokens import log_origin, warn_of_other_pixels
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.datasets import open_datasets
-from llava_mcore.data.loader.delivery import StreamServer
 from llava_mcore.data.loader.open_streams import mixture_of, open_reader, open_streams
-from llava_mcore.data.loader.pixel_buffers import PixelBuffers
-from llava_mcore.data.loader.resume_settings import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
-from llava_mcore.data.loader.sample_warnings import SampleWarnings
-from llava_mcore.data.loader.skips import Skips
-from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, reading
-from llava_mcore.data.loader.stream import Stream
+from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
+from llava_mcore.data.loader.saved_position import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
+from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, PixelBuffers, reading
+from llava_mcore.data.loader.stream import Stream, StreamServer
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.loader.turns import (
     Turns,
@@ -79,14 +76,18 @@ class TrainLoader:
             ConfigError: no picture or sound fits into a sample, or data.augment cannot be used.
             DataError: the data is not prepared, or the position does not belong to this data and these settings.
         """
+        # Refuse what cannot be used before anything is opened.
         leaves = check_dataset(data.path)
         check_budgets(data, assets)
         augmentation = augmentation_of(data, assets)
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
+        # A saved position brings the number of streams, and must belong to the same settings.
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
         saved_streams = self._saved_streams(saved, dp_rank, dp_size) if saved is not None else _SavedStreams({}, {})
+
+        # For `read_again`: the same loader, which reads in this process.
         self._open_again = partial(
             TrainLoader,
             data.model_copy(update={"num_workers": 0}),
@@ -116,6 +117,7 @@ class TrainLoader:
             self._restore(streams, saved_streams.positions)
         if dp_rank == 0:
             log_origin(leaves, assets.chat.fingerprint)
+            warn_of_other_pixels(leaves, assets.pixel_ranges)
             for warning in _warnings(data, assets, augmentation, self.num_streams, dp_size):
                 logger.warning(warning)
 
@@ -126,6 +128,7 @@ class TrainLoader:
         turns = partial(Turns, {n: saved_streams.num_batches.get(n, 0) for n in counted}, *shared)
         self._positions = {n: saved_streams.positions.get(n) for n in own_streams}
         self._turns = turns()
+        # Loader processes are forked at the first batch, with the open streams.
         buffer_bytes = micro_batch_size * _most_bytes(data, assets)
         self._sources = _serve(streams, turns, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False

@@ -11,11 +11,9 @@ from torch.utils.data import IterableDataset
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.datasets import open_datasets
-from llava_mcore.data.loader.delivery import Delivery
 from llava_mcore.data.loader.open_streams import ListedSamples, open_reader, packing_of
-from llava_mcore.data.loader.sample_warnings import SampleWarnings
-from llava_mcore.data.loader.skips import Skips
-from llava_mcore.data.loader.source import BatchSource, reading
+from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
+from llava_mcore.data.loader.source import BatchSource, Delivery, reading
 from llava_mcore.data.loader.stream import Stream
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.loader.turns import share

@@ -1,1 +1,1 @@
-"""Shards and pictures, on disks and in object stores."""
+"""Shards and indexes, on disks and in object stores."""

@@ -21,8 +21,12 @@ from llava_mcore.files.regular import kind_of
 META = ".nv-meta"
 SCRATCH = ".prepare"
 """Folder of `prepare` while it works; in a dataset without META, it has not completed it."""
+MANIFEST = "manifest.json"
+"""File of `prepare`: its request, totals, and the samples of each shard."""
 FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 VALIDATION = "val"
+UNPREPARED = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
+"""Endings of files that `prepare` reads."""
 MOST_NAMES = 10_000_000
 BRACES = re.compile(r"\{(?:(?P<first>-?\d{1,18})\.\.(?P<last>-?\d{1,18})(?:\.\.-?\d+)?|(?P<names>[^{}]*))\}")
 """Brace patterns in the names of shards, which energon expands completely before it opens any."""
@@ -131,6 +135,12 @@ def _leaves(location: EPath, split: str) -> list[Leaf]:
         raise DataError(f"data path {location} does not exist")
     if kind == "folder":
         return [Leaf(location, split)]
+    if location.internal_path.suffix.lower() in UNPREPARED:
+        raise DataError(
+            f"data path {location} is a file of conversations, not prepared data. Prepare it with\n"
+            f"python -m llava_mcore prepare {shlex.quote(str(location))} --out shards --tokenizer-load-dir HF_FOLDER\n"
+            "and give --data-path shards (docs/prepare.md)"
+        )
     if location.internal_path.suffix != ".yaml":
         raise DataError(f"data path {location} must be a prepared folder or the .yaml file of a blend")
     return read_blend(location, split)[1]

@@ -12,8 +12,7 @@ from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDataset
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
 
 from llava_mcore.errors import DataError
-from llava_mcore.files.json_files import read_object
-from llava_mcore.files.regular import RefusedFileError, kind_of, read_regular_file
+from llava_mcore.files.regular import RefusedFileError, kind_of, read_object, read_regular_file
 
 OFFSET = struct.Struct("<Q")
 BLOCK = tarfile.BLOCKSIZE

@@ -23,8 +23,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS
-from llava_mcore.data.storage.open_shards import OPEN_SHARDS, OpenShard
-from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, read_block
+from llava_mcore.data.storage.tar_files import LINKS, OPEN_SHARDS, Link, NoContents, OpenShard, read_block
 
 NAME, SIZE, CHECKSUM, KIND, PREFIX = slice(0, 100), slice(124, 136), slice(148, 156), 156, 345
 """Offsets of the fields of a tar header (POSIX ustar); prefix is only used by long names."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llava_mcore.files.atomic import move
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.inference.generation.records import Record
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from llava_mcore.data.encode.marks import escape
-from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Audio, Conversation, Turn, Video
 from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.inference.answering.hf_model import HfModel
-from llava_mcore.inference.answering.user_files import asked_turn, read_picture, read_sound, read_video
+from llava_mcore.inference.answering.user_files import asked_turn, read_audio, read_image, read_video
 from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.prepare.sampling import Sampling
 
@@ -46,18 +46,18 @@ class Chat:
         self.turns: list[Turn] = []
         self.images: list[bytes] = []
         self.videos: list[Video] = []
-        self.audios: list[Sound] = []
+        self.audios: list[Audio] = []
         self._forget_new()
 
     def _forget_new(self) -> None:
         self.new_images: list[bytes] = []
         self.new_videos: list[Video] = []
-        self.new_audios: list[Sound] = []
+        self.new_audios: list[Audio] = []
 
     def show_picture(self, name: str) -> None:
         """Add a picture to the next question. DataError if it cannot be read or the model takes none."""
         self._require(IMAGE_MARK)
-        self.new_images.append(read_picture(Path(name).expanduser(), self.model.assets.limits))
+        self.new_images.append(read_image(Path(name).expanduser(), self.model.assets.limits))
 
     def show_video(self, name: str) -> None:
         """Add a video to the next question. DataError if it cannot be read or the model takes none."""
@@ -67,7 +67,7 @@ class Chat:
     def play_sound(self, name: str) -> None:
         """Add a sound to the next question. DataError if it cannot be read or the model takes none."""
         self._require(AUDIO_MARK)
-        self.new_audios.append(read_sound(Path(name).expanduser(), self.model.assets.limits))
+        self.new_audios.append(read_audio(Path(name).expanduser(), self.model.assets.limits))
 
     def _require(self, mark: str) -> None:
         if mark in self.model.assets.refused:

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llava_mcore.files.atomic import move, write_synced
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.atomic import replace_file
+from llava_mcore.files.regular import naming
 from llava_mcore.inference.evaluation.metrics import Answered, score
 from llava_mcore.inference.evaluation.tasks import TaskResult
 from llava_mcore.inference.generation.records import Record
@@ -46,8 +46,11 @@ class ModelResult:
     tasks: list[TaskResult] = field(default_factory=list)
 
     def rows(self) -> dict[tuple[str, str], float | None]:
-        """Return every metric by (task, name); the dataset counts as a task."""
-        values = {} if self.data is None else {(DATA, name): value for name, value in self.data.metrics.items()}
+        """Return every metric by (task, name), and how many questions they are of; the dataset counts as a task."""
+        values: dict[tuple[str, str], float | None] = {}
+        if self.data is not None:
+            values = {(DATA, "questions"): self.data.num_answers, (DATA, "not asked"): self.data.num_skipped}
+            values |= {(DATA, name): value for name, value in self.data.metrics.items()}
         return values | {(task.task, name): value for task in self.tasks for name, value in task.metrics.items()}
 
 
@@ -71,8 +74,14 @@ def table(results: Sequence[ModelResult]) -> Table:
     table_of_results = Table("task", "metric", *_short([result.model for result in results]))
     for task, name in dict.fromkeys(key for values in rows for key in values):
         cells = [values.get((task, name)) for values in rows]
-        table_of_results.add_row(task, name, *["-" if x is None else f"{x:.4f}" for x in cells])
+        table_of_results.add_row(task, name, *[_cell(x) for x in cells])
     return table_of_results
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def _short(models: Iterable[str]) -> list[str]:
@@ -122,7 +131,5 @@ class EvaluationReport:
 
 def _write(path: Path, results: Sequence[ModelResult]) -> None:
     text = json.dumps(as_json(results), ensure_ascii=False, indent=1) + "\n"
-    partial = path.with_name(f".{path.name}.partial")
     with naming(path):
-        write_synced(partial, text.encode("utf-8", "surrogatepass"))
-        move(partial, path)
+        replace_file(path, text.encode("utf-8", "surrogatepass"))

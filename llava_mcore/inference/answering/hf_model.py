@@ -30,10 +30,10 @@ from llava_mcore.compat.transformers import exact_attention
 from llava_mcore.convert.jobs import DTYPES
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.encode import check_length, check_media, expanded
-from llava_mcore.data.encode.images import decode_frames, decode_image
-from llava_mcore.data.encode.preprocess import ImagePreprocessor
-from llava_mcore.data.encode.processors import LOAD_ERRORS
-from llava_mcore.data.encode.sound.sound_files import decode_sound
+from llava_mcore.data.processors.audio_files import decode_audio
+from llava_mcore.data.processors.image_processor import ImagePreprocessor
+from llava_mcore.data.processors.images import decode_frames, decode_image
+from llava_mcore.data.processors.load import LOAD_ERRORS
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Conversation, Video
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.files.torch_files import why_not_loaded
@@ -104,7 +104,7 @@ class HfModel:
             media |= {"videos": [clips], "do_sample_frames": False, "video_metadata": [list(map(_about, videos))]}
         if conversation.audios:
             rate = assets.plan.sampling_rate
-            media |= {"audio": [decode_sound(x.data, rate) for x in conversation.audios], "sampling_rate": rate}
+            media |= {"audio": [decode_audio(x.data, rate) for x in conversation.audios], "sampling_rate": rate}
         text = assets.chat.prompt_text(conversation.turns, conversation.tools)
         processed = dict(self.processor(text=[text], return_tensors="pt", **media))
         return {name: x.to(self.model.device) for name, x in self._with_ids(processed, tokens.input_ids).items()}

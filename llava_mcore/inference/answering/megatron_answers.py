@@ -30,10 +30,12 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | N
     Raises:
         LlavaMcoreError: the checkpoint cannot be used at this layout, or the data cannot be read.
     """
+    # Damaged weights would answer too, but wrongly.
     checkpoint = usable_checkpoint(folder, layout, base_dir)
     require_undamaged(checkpoint)
     if holds_adapters(checkpoint):
         require_undamaged(read_base(checkpoint).found_at(base_dir))
+    # One rank runs in this process, several in processes of their own. Files carry their results.
     size, on_gpus = layout.tp * layout.pp, torch.cuda.device_count() > 0
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         results = Path(name)

@@ -56,11 +56,13 @@ def run_rank(
     Raises:
         LlavaMcoreError: on all ranks, the text of PROBLEM.
     """
+    # Join the world of this command.
     enter(rank, num_processes, port)
     log.quiet_libraries()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     groups = initialize(backend=backend, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
     seed_everything(0)
+    # An error reaches the command as text, which rank 0 writes down.
     try:
         records = _answer(groups, model, job, layout.num_rows)
     except LlavaMcoreError as error:
@@ -68,6 +70,7 @@ def run_rank(
             (results / PROBLEM).write_text(str(error), encoding="utf-8")
         shut_down()
         raise
+    # One rank has the answers.
     if groups.loads_data:
         lines = [json.dumps(asdict(record), ensure_ascii=False) for record in records]
         (results / ANSWERS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.sound.sound_files import require_libraries, sound_format
-from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Sound, Turn, Video
+from llava_mcore.data.processors.audio_files import audio_format, require_libraries
+from llava_mcore.data.processors.images import decode_image
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Audio, Conversation, Turn, Video
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.near_match import near_hint
 from llava_mcore.files.regular import open_regular_file, read_regular_file
@@ -18,7 +18,7 @@ from llava_mcore.prepare.row_types import BadSample
 from llava_mcore.prepare.sampling import Sampling
 
 
-def read_picture(path: Path, limits: Limits) -> bytes:
+def read_image(path: Path, limits: Limits) -> bytes:
     """Return the bytes of a picture that can be decoded. DataError names the file."""
     try:
         data = read_regular_file(path, limits.sample_bytes)
@@ -45,18 +45,18 @@ def read_video(path: Path, limits: Limits, sampling: Sampling) -> Video:
     return Video(tuple(frames), fps)
 
 
-def read_sound(path: Path, limits: Limits) -> Sound:
+def read_audio(path: Path, limits: Limits) -> Audio:
     """Return a sound whose header can be read. DataError names the file."""
     try:
         require_libraries()
         data = read_regular_file(path, limits.sample_bytes)
-        sound_format(data)
+        audio_format(data)
     except DataError as error:
         text = str(error)
         raise DataError(text if str(path) in text else f"{path}: {text}") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}{near_hint(path)}") from error
-    return Sound(data)
+    return Audio(data)
 
 
 def asked_turn(question: str, num_images: int, num_videos: int, num_audios: int = 0) -> Turn:
@@ -93,9 +93,9 @@ def conversation_of_files(question: str, files: MediaFiles, limits: Limits, samp
         DataError: lists everything that cannot be used.
     """
     errors: list[str] = []
-    pictures = _read_all(files.images, lambda path: read_picture(path, limits), errors)
+    pictures = _read_all(files.images, lambda path: read_image(path, limits), errors)
     clips = _read_all(files.videos, lambda path: read_video(path, limits, sampling), errors)
-    sounds = _read_all(files.audios, lambda path: read_sound(path, limits), errors)
+    sounds = _read_all(files.audios, lambda path: read_audio(path, limits), errors)
     try:
         turn = asked_turn(question, len(files.images), len(files.videos), len(files.audios))
     except DataError as error:

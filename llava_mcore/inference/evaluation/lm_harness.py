@@ -86,6 +86,7 @@ def run_tasks(hf_dir: Path, max_length: int, dtype: str, settings: TaskSettings)
         ConfigError: lm-eval is not installed.
         DataError: a task does not exist, or its data cannot be read.
     """
+    # Unknown tasks are found before a model is loaded.
     manager = find_tasks(settings)
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.hf_vlms import HFMultimodalLM
@@ -103,11 +104,13 @@ def run_tasks(hf_dir: Path, max_length: int, dtype: str, settings: TaskSettings)
             finally:
                 self.processor = processor
 
+    # The model, on the GPU if there is one.
     _only_errors()
     model = TemplatedModel(
         str(hf_dir), batch_size=settings.batch_size, max_length=max_length, dtype=dtype,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
+    # All tasks in one call; problems with their data become one message.
     gc.freeze()  # lm-eval collects garbage after every batch, which takes half a second with all that is imported
     try:
         results = simple_evaluate(

@@ -10,7 +10,7 @@ from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.marks import count_marks, unescape
 from llava_mcore.data.loader.datasets import open_datasets
-from llava_mcore.data.loader.skips import DATA_ERRORS, Skips
+from llava_mcore.data.loader.sample_problems import DATA_ERRORS, Skips
 from llava_mcore.data.loader.source import reading
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Conversation, Skip, Turn
@@ -60,6 +60,7 @@ class Questions:
         Raises:
             DataError: the data is not prepared, or does not have this part.
         """
+        # Samples are encoded as in training.
         self.path, self.every_answer = path, every_answer
         check_dataset(path, split)
         self._skips = Skips(stop_if_too_long=False)
@@ -67,6 +68,7 @@ class Questions:
         self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=seed)
         with reading(path, data.timeout):
             self._datasets = open_datasets(path, max_sample_bytes=data.max_sample_bytes, split=split)
+        # The chosen samples do not depend on the seed: they are spread evenly over all datasets.
         total = sum(data.num_samples for data in self._datasets)
         if not total:
             raise DataError(f"the part {split} of {path} has no samples")

@@ -170,6 +170,7 @@ def read_settings(
     Raises:
         ConversionError: its generation_config.json cannot be read.
     """
+    # The sampling of the command, not that of the folder.
     config = _config(hf_dir, hf)
     config.do_sample = sampling.temperature is not None
     config.max_new_tokens, config.max_length = max_new_tokens, None
@@ -182,6 +183,7 @@ def read_settings(
             sampling.top_p or 1.0,
             sampling.top_k or 0,
         )
+    # Answers end at the ids that the folder names: one, several, or none.
     if config.eos_token_id is None:
         config.eos_token_id = tokenizer_eos
     ends = config.eos_token_id

@@ -31,6 +31,7 @@ def build_app(handler: PinnedHandler, model: ServedModel, *, max_request_bytes: 
     """Return the app. It has the chat completions, the list of models and a health check, nothing else: transformers'
     own app also loads other models on request."""
 
+    # The engine ends with the app.
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
@@ -39,6 +40,7 @@ def build_app(handler: PinnedHandler, model: ServedModel, *, max_request_bytes: 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     started = int(time.time())
 
+    # Every error is an object as OpenAI's clients expect it.
     @app.exception_handler(RequestError)
     async def refuse(_: Request, error: RequestError) -> JSONResponse:
         return _error(str(error), error.status)
@@ -56,6 +58,7 @@ def build_app(handler: PinnedHandler, model: ServedModel, *, max_request_bytes: 
         logger.error("a request failed: %s: %s", type(error).__name__, error)
         return _error(f"the model could not answer: {type(error).__name__}: {error}", 500)
 
+    # The three addresses.
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = _parsed(await _read(request, max_request_bytes))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
-from llava_mcore.files.json_files import parse_object
-from llava_mcore.files.text_files import read_text
+from llava_mcore.files.regular import parse_object, read_text
 
 QUESTIONS = "questions.jsonl"
 MOST_PROBLEMS = 10

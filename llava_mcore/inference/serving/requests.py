@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encode.images import ToRgb, decode_image, is_plain_jpeg, on_white
+from llava_mcore.data.processors.images import ToRgb, decode_image, is_plain_jpeg, on_white
 from llava_mcore.errors import DataError
 
 ROLES = ("system", "user", "assistant")

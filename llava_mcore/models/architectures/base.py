@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llava_mcore.media.batch_fields import PICTURE_FIELDS, Fields, MediaWork
+from llava_mcore.media.batch_fields import IMAGE_FIELDS, Fields, MediaWork
 from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.vision.features import FeatureChoice
@@ -28,9 +28,9 @@ class Architecture(ABC):
     """Class that opens the folder; `check` compares logits with it."""
     names: ClassVar[KnownNames]
     """Names of its tensors in files."""
-    fields: ClassVar[Fields] = PICTURE_FIELDS
+    fields: ClassVar[Fields] = IMAGE_FIELDS
     """Fields of a micro-batch's media."""
-    pads_pictures: ClassVar[bool] = False
+    pads_images: ClassVar[bool] = False
     """Whether transformers' model pads the pictures of a batch to one size, and ours does not. `check` then compares
     a picture that is not split, of which both have the same patches."""
     tower_section: ClassVar[str] = "vision_config"

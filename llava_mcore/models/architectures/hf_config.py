@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConversionError, problems
-from llava_mcore.files.hf_source import read_config
+from llava_mcore.files.hf_files import read_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, tower_config
 from llava_mcore.models.language.registry import REASONS as LANGUAGE_REASONS
 from llava_mcore.models.language.registry import language_family, limiting_window, texts_of_any_class
@@ -67,6 +67,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
     """
     path = folder / "config.json"
     values = read_config(folder)
+    # The class of the whole model decides which config class reads the rest.
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(f"{name!r} ({x.model_class.__name__})" for name, x in ARCHITECTURES.items())
@@ -78,10 +79,12 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
         hf = ARCHITECTURES[kind].config_class.from_dict(deepcopy(values))  # it takes values out of them
     except (*VALUE_ERRORS, StrictDataclassError) as error:
         raise ConversionError(f"{path}: transformers cannot read it ({error!r})") from error
+    # Values that transformers accepts, but with which later code would fail without a helpful message.
     wrong = [x for section in hf.sub_configs for x in _wrong_sizes(section, getattr(hf, section))]
     wrong += _wrong_rope("text_config.rope_parameters", hf.text_config.to_dict().get("rope_parameters"))
     if wrong:
         raise ConversionError(problems(f"{path}: invalid values", wrong))
+    # Families, and values of their parts, that this package does not have.
     unknown = _unknown_families(hf, values)
     if unknown:
         raise ConversionError(problems(str(path), unknown))

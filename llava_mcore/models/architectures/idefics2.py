@@ -49,7 +49,7 @@ class Idefics2(Architecture):
     names: ClassVar[KnownNames] = KnownNames.single(_STYLE)
     fields: ClassVar[Fields] = Idefics2Siglip.fields
     towers = Idefics2Siglip.model_types
-    pads_pictures = True
+    pads_images = True
 
     def connector(self, hf: PretrainedConfig) -> Perceiver:
         """Return the perceiver, the only connector of the class."""
@@ -61,7 +61,7 @@ class Idefics2(Architecture):
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
         """Return the patches of pictures of the sizes that the folder's image processor gives them."""
-        return _Pictures(hf, processing)
+        return _ImagePlan(hf, processing)
 
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
         """Return the number of values in a flattened patch, as a shape."""
@@ -71,12 +71,12 @@ class Idefics2(Architecture):
         """Return the FLOPs of the perceiver's products with weights."""
         width = hf.vision_config.hidden_size
         return self.connector(hf).products(
-            hf, input_size=width, num_features=work.num_patches, num_pictures=work.num_sequences
+            hf, input_size=width, num_features=work.num_patches, num_images=work.num_sequences
         )
 
     def connector_attention(self, hf: PretrainedConfig, work: MediaWork) -> int:
         """Return the FLOPs of the latents' attention."""
-        return self.connector(hf).attention(hf, num_features=work.num_patches, num_pictures=work.num_sequences)
+        return self.connector(hf).attention(hf, num_features=work.num_patches, num_images=work.num_sequences)
 
     def connector_rows(self, hf: PretrainedConfig, work: MediaWork) -> int:
         """Return how many features the perceiver reads."""
@@ -93,7 +93,7 @@ class Idefics2(Architecture):
         ]
 
 
-class _Pictures(MediaPlan):
+class _ImagePlan(MediaPlan):
     """Pictures as packed patches, one or, if they are split, five per picture of the data.
 
     `<fake_token_around_image>` is text, so that pictures that follow each other share one, as the processor writes it.
@@ -170,28 +170,26 @@ class _Pictures(MediaPlan):
         )
 
     def pixels(
-        self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the patches [patches, f] of pictures, each as large as it is: padding would make them float32."""
-        processed = processor(images=[list(pictures)], do_pad=False, **options)["pixel_values"][0]
+        processed = processor(images=[list(images)], do_pad=False, **options)["pixel_values"][0]
         return torch.cat([_patches(torch.as_tensor(part), self._side) for part in processed])
 
     def processed_pixels(
         self, processed: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
     ) -> Tensor:
         """Return the patches [patches, f] in the output of the folder's own processor, which pads pictures and rows."""
-        pictures, masks = processed["pixel_values"].flatten(0, 1), processed["pixel_attention_mask"].flatten(0, 1)
+        images, masks = processed["pixel_values"].flatten(0, 1), processed["pixel_attention_mask"].flatten(0, 1)
         heights, widths = masks[:, :, 0].sum(1).tolist(), masks[:, 0].sum(1).tolist()
-        padded_pictures = zip(pictures, map(int, heights), map(int, widths), strict=True)
-        return torch.cat(
-            [_patches(x[:, :height, :width], self._side) for x, height, width in padded_pictures if height]
-        )
+        padded_images = zip(images, map(int, heights), map(int, widths), strict=True)
+        return torch.cat([_patches(x[:, :height, :width], self._side) for x, height, width in padded_images if height])
 
 
-def _patches(picture: Tensor, side: int) -> Tensor:
+def _patches(image: Tensor, side: int) -> Tensor:
     """Return the patches [rows * columns, 3 * side * side] of a picture [3, height, width], as convolutions see it."""
-    rows, columns = (length // side for length in picture.shape[1:])
-    by_patch = picture[:, : rows * side, : columns * side].reshape(3, rows, side, columns, side)
+    rows, columns = (length // side for length in image.shape[1:])
+    by_patch = image[:, : rows * side, : columns * side].reshape(3, rows, side, columns, side)
     return by_patch.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
 
 

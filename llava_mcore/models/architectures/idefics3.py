@@ -25,8 +25,8 @@ from transformers import (
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.media.batch_fields import PICTURE_FIELDS
-from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
+from llava_mcore.media.batch_fields import IMAGE_FIELDS
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, image_tokens
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.shuffle_linear import ShuffleLinear
@@ -97,12 +97,14 @@ class _Grid(MediaPlan):
             ConversionError: the tokenizer lacks the marks, or tiles of the processor do not have the tower's size.
         """
         self.image_token_id: int = image_token_id
-        self.fields = PICTURE_FIELDS
+        self.fields = IMAGE_FIELDS
         self.any_size, self.tokens_per_tile, self._side = True, features_per_tile, side
         self.patches_per_tile = patches_per_tile
+        # What the processor does with sizes, which the plan repeats.
         _check_settings(processing.image_processor, side)
         self._splits = bool(processing.image_processor.do_image_splitting)
         self._longest = int(processing.image_processor.size.longest_edge)
+        # The marks that the processor writes around tiles.
         tokenizer = processing.tokenizer
         named = tokenizer.special_tokens_map
         self._image = str(tokenizer.convert_ids_to_tokens(image_token_id))
@@ -116,10 +118,10 @@ class _Grid(MediaPlan):
         self._known: dict[Size, MediaTokens] = {}
 
     def pixels(
-        self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles of pictures. They have one size, and padding would make them float32."""
-        processed = processor(images=[list(pictures)], do_pad=False, return_tensors="pt", **options)
+        processed = processor(images=[list(images)], do_pad=False, return_tensors="pt", **options)
         return processed["pixel_values"].flatten(0, 1)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
@@ -158,7 +160,7 @@ class _Grid(MediaPlan):
     def _tokens(self, rows: int, columns: int) -> MediaTokens:
         if (rows, columns) not in self._known:
             ids = self._encoder.encode(self._text(rows, columns), add_special_tokens=False).ids
-            self._known[rows, columns] = picture(
+            self._known[rows, columns] = image_tokens(
                 ids,
                 self.image_token_id,
                 num_tiles=rows * columns + 1,

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.media.batch_fields import PICTURE_FIELDS
-from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, picture
+from llava_mcore.media.batch_fields import IMAGE_FIELDS
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, image_tokens
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.architectures.llava import NAMES
 from llava_mcore.models.connectors.connector import Connector
@@ -95,7 +95,7 @@ class _Tiles(MediaPlan):
     ) -> None:
         """Raises ConversionError for a tokenizer without the marks, or a processor without tiles of a fixed size."""
         self.image_token_id: int = image_token_id
-        self.fields = PICTURE_FIELDS
+        self.fields = IMAGE_FIELDS
         self.any_size, self.tokens_per_tile, self.patches_per_tile = True, features_per_tile, patches_per_tile
         self._start, self._end = _mark_ids(processing.tokenizer)
         images = processing.image_processor
@@ -110,11 +110,11 @@ class _Tiles(MediaPlan):
         self._fewest, self._most_tiles = int(images.min_patches), int(images.max_patches)
 
     def pixels(
-        self, processor: BaseImageProcessor, pictures: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles of pictures; the class's processor always splits pictures, whatever the image processor's
         default."""
-        return super().pixels(processor, pictures, tokens, crop_to_patches=True, **options)
+        return super().pixels(processor, images, tokens, crop_to_patches=True, **options)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the tokens of a conversation's pictures."""
@@ -142,7 +142,7 @@ class _Tiles(MediaPlan):
 
     def _tokens(self, num_tiles: int) -> MediaTokens:
         placeholders = [self.image_token_id] * (num_tiles * self.tokens_per_tile)
-        return picture(
+        return image_tokens(
             [self._start, *placeholders, self._end],
             self.image_token_id,
             num_tiles=num_tiles,

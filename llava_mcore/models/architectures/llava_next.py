@@ -8,9 +8,9 @@ from typing import ClassVar
 from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, PretrainedConfig
 
 from llava_mcore.errors import ConversionError
+from llava_mcore.media.anyres import NEXT_FIELDS, AnyRes, AnyResPlan
 from llava_mcore.media.batch_fields import Fields
 from llava_mcore.media.media import MediaPlan, Processing
-from llava_mcore.media.tiles.anyres import NEXT_FIELDS, AnyRes, AnyResPlan
 from llava_mcore.models.architectures.llava import NAMES, Llava
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
 from llava_mcore.weights.names import KnownNames

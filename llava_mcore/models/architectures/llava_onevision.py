@@ -13,10 +13,9 @@ from transformers import (
 )
 
 from llava_mcore.errors import ConversionError
+from llava_mcore.media.anyres import ONEVISION_FIELDS, AnyRes, AnyResVideoPlan
 from llava_mcore.media.batch_fields import Fields
 from llava_mcore.media.media import MediaPlan, Processing
-from llava_mcore.media.tiles.anyres import ONEVISION_FIELDS, AnyRes
-from llava_mcore.media.tiles.anyres_video import AnyResVideoPlan
 from llava_mcore.models.architectures.llava_next import LlavaNext
 
 _ASPECT_RATIO = re.compile(r"anyres_max_(\d+)")

@@ -11,7 +11,7 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from llava_mcore.media.batch_fields import SOUND_FIELDS, Fields, MediaWork
+from llava_mcore.media.batch_fields import AUDIO_FIELDS, Fields, MediaWork
 from llava_mcore.media.clip_plan import AudioPlan
 from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.architectures.base import Architecture
@@ -40,7 +40,7 @@ class Qwen2Audio(Architecture):
         lm_head={_TWICE.text: _TWICE.lm_head, _NEW.text: _NEW.lm_head, _HUB.text: _HUB.lm_head},
         styles=(_HUB, _NEW, _TWICE),
     )
-    fields: ClassVar[Fields] = SOUND_FIELDS
+    fields: ClassVar[Fields] = AUDIO_FIELDS
     tower_section = "audio_config"
     towers = ("qwen2_audio_encoder",)
     takes_images = False

@@ -1,24 +1,23 @@
-"""The known architectures. A new one needs a file and a line here."""
+"""The architectures of the register (config/model_classes.py), and what depends on the class alone."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from transformers import PretrainedConfig
 
+from llava_mcore.config.model_classes import MODEL_CLASSES
 from llava_mcore.models.architectures.base import Architecture, TileArchitecture
-from llava_mcore.models.architectures.idefics2 import Idefics2
-from llava_mcore.models.architectures.idefics3 import Idefics3, SmolVlm
-from llava_mcore.models.architectures.internvl import InternVl
-from llava_mcore.models.architectures.llava import Llava
-from llava_mcore.models.architectures.llava_next import LlavaNext
-from llava_mcore.models.architectures.llava_onevision import LlavaOnevision
-from llava_mcore.models.architectures.qwen2_audio import Qwen2Audio
-from llava_mcore.models.architectures.qwen_vl import Qwen2Vl, Qwen3Vl, Qwen25Vl
 
-_ALL: tuple[Architecture, ...] = (
-    *(Llava(), LlavaNext(), LlavaOnevision(), InternVl(), Idefics2(), Idefics3(), SmolVlm()),
-    *(Qwen2Vl(), Qwen25Vl(), Qwen3Vl(), Qwen2Audio()),
-)
-ARCHITECTURES: dict[str, Architecture] = {x.config_class.model_type: x for x in _ALL}
+
+def _architecture(path: str) -> Architecture:
+    """Return the architecture of a row. `path`: its file in this folder, and its class."""
+    file, _, name = path.partition(".")
+    architecture: Architecture = getattr(import_module(f"{__package__}.{file}"), name)()
+    return architecture
+
+
+ARCHITECTURES = {model_type: _architecture(row.architecture) for model_type, row in MODEL_CLASSES.items()}
 """By model_type."""
 
 
@@ -52,9 +51,9 @@ def features_per_tile(hf: PretrainedConfig) -> int:
 
 def classes_that_take_videos() -> tuple[str, ...]:
     """Return the names of the Hugging Face classes whose samples may have videos."""
-    return tuple(x.model_class.__name__ for x in _ALL if x.takes_videos)
+    return tuple(x.model_class.__name__ for x in ARCHITECTURES.values() if x.takes_videos)
 
 
 def classes_that_take_audios() -> tuple[str, ...]:
     """Return the names of the Hugging Face classes whose samples may have sound."""
-    return tuple(x.model_class.__name__ for x in _ALL if x.takes_audios)
+    return tuple(x.model_class.__name__ for x in ARCHITECTURES.values() if x.takes_audios)

@@ -26,13 +26,12 @@ from torch import Tensor, nn
 
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
 from llava_mcore.models.attention import SDPAttention
-from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
+from llava_mcore.models.vision.encoder_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.patches import packed_bounds
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.parallel.items import Items, MediaLengths
-from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.parallel.batch import Items, MediaLengths
 from llava_mcore.weights.layouts import FuseQKV
-from llava_mcore.weights.names import LayerNames
+from llava_mcore.weights.names import FUSED_NORMS, LayerNames
 
 
 @dataclass(frozen=True)

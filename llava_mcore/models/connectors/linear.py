@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from llava_mcore.models.connectors.connector import Connector, Output
-from llava_mcore.weights.sharding import COLUMN
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, Entry
 
 
 class LinearConnector(Connector):

@@ -14,8 +14,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.models.activations import activation
 from llava_mcore.models.connectors.connector import Connector, Output
-from llava_mcore.weights.sharding import COLUMN, REPLICATED, ROW
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, REPLICATED, ROW, Entry
 
 
 class Mlp(Connector):

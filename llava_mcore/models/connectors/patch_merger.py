@@ -25,8 +25,7 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.vision.registry import qwen_tower
-from llava_mcore.weights.sharding import COLUMN, REPLICATED, ROW
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, REPLICATED, ROW, Entry
 
 _WEIGHT_BIAS = ("weight", "bias")
 

@@ -22,8 +22,7 @@ from llava_mcore.models.activations import activation
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.connectors.perceiver_resampler import PerceiverResampler
 from llava_mcore.weights.layouts import Concat
-from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, GATED_COLUMN, REPLICATED, ROW, Entry
 
 _GATED_WIDTH = 4
 """Width of the MLPs after the latents' attention, in hidden sizes: Idefics2PerceiverLayer has no setting for it."""
@@ -43,6 +42,7 @@ class Perceiver(Connector):
         """
         perceiver, width = hf.perceiver_config, hf.text_config.hidden_size
         heads, groups = perceiver.resampler_n_heads, perceiver.num_key_value_heads
+        # Refuse values that do not fit together.
         if perceiver.hidden_size != width or heads % groups:
             raise ConversionError(
                 f"perceiver_config: hidden_size {perceiver.hidden_size} must be the language model's {width}, and "
@@ -54,6 +54,7 @@ class Perceiver(Connector):
                 f"{hf.text_config.model_type} cannot be its language model; take Mistral, Llama or Qwen, for example"
             )
         return {
+            # As transformers' module: gated MLPs, RMSNorm, no biases.
             "num_layers": perceiver.resampler_depth,
             "hidden_size": width,
             "ffn_hidden_size": _GATED_WIDTH * width,
@@ -110,17 +111,17 @@ class Perceiver(Connector):
             Entry(megatron + "norm.weight", resampler + "norm.weight", REPLICATED),
         ]
 
-    def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int, num_pictures: int = 1) -> list[int]:
+    def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int, num_images: int = 1) -> list[int]:
         """Return the FLOPs of all matrices; products of scores, which have no weights, are `attention`.
 
         Args:
             input_size: w.
             num_features: n.
-            num_pictures: p.
+            num_images: p.
         """
         text, perceiver = hf.text_config, hf.perceiver_config
         width, inner = text.hidden_size, text.intermediate_size
-        latents = num_pictures * perceiver.resampler_n_latents
+        latents = num_images * perceiver.resampler_n_latents
         queries = perceiver.resampler_n_heads * perceiver.resampler_head_dim
         keys = perceiver.num_key_value_heads * perceiver.resampler_head_dim
         layer = [
@@ -132,12 +133,12 @@ class Perceiver(Connector):
         projection = [2 * 2 * num_features * input_size * inner, 2 * num_features * inner * width]
         return projection + perceiver.resampler_depth * layer
 
-    def attention(self, hf: PretrainedConfig, *, num_features: int, num_pictures: int) -> int:
+    def attention(self, hf: PretrainedConfig, *, num_features: int, num_images: int) -> int:
         """Return the FLOPs of scores and of the sums by them: the latents of a picture see its features and
         themselves."""
         perceiver = hf.perceiver_config
         latents = perceiver.resampler_n_latents
-        num_pairs = latents * (num_features + num_pictures * latents)
+        num_pairs = latents * (num_features + num_images * latents)
         return int(
             4 * num_pairs * perceiver.resampler_depth * perceiver.resampler_n_heads * perceiver.resampler_head_dim
         )

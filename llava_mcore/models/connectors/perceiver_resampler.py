@@ -46,15 +46,17 @@ class LatentReads:
             num_latents: l.
             max_seqlen: the largest of seqlens.
         """
-        pictures = torch.arange(len(seqlens), device=seqlens.device)
-        owner = pictures.repeat_interleave(seqlens, output_size=num_features)  # of each feature
+        # Each picture's latents are placed after its features, so that one call attends over both.
+        images = torch.arange(len(seqlens), device=seqlens.device)
+        owner = images.repeat_interleave(seqlens, output_size=num_features)  # of each feature
         after = seqlens.cumsum(0)[:, None] + torch.arange(num_latents, device=seqlens.device)
         targets = torch.cat(
             [
                 torch.arange(num_features, device=seqlens.device) + num_latents * owner,
-                (after + num_latents * pictures[:, None]).flatten(),
+                (after + num_latents * images[:, None]).flatten(),
             ]
         )
+        # Latents ask, features and latents answer: two lists of bounds.
         bounds = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
         asking = torch.arange(len(seqlens) + 1, dtype=torch.int32, device=seqlens.device) * num_latents
         lengths = PackedSeqParams(
@@ -90,10 +92,10 @@ class PerceiverResampler(MegatronModule):
             max_seqlen: the largest of them.
         """
         context, _ = self.modality_projection(features)
-        num_pictures, num_latents = len(seqlens), len(self.latents)
+        num_images, num_latents = len(seqlens), len(self.latents)
         reading = LatentReads.of(seqlens, len(features), num_latents, max_seqlen)
-        latents = self.latents.expand(num_pictures, -1, -1).flatten(0, 1)
-        return self.norm(self.layers(latents, context, reading)).unflatten(0, (num_pictures, num_latents))
+        latents = self.latents.expand(num_images, -1, -1).flatten(0, 1)
+        return self.norm(self.layers(latents, context, reading)).unflatten(0, (num_images, num_latents))
 
 
 class PerceiverLayers(MegatronModule):

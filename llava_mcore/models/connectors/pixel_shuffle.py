@@ -18,8 +18,7 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import activation
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
-from llava_mcore.weights.sharding import COLUMN, REPLICATED, ROW
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, REPLICATED, ROW, Entry
 
 _WEIGHT_BIAS = ("weight", "bias")
 

@@ -14,8 +14,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.connectors.pixel_shuffle import check_grid, num_shuffled, pixel_shuffle
-from llava_mcore.weights.sharding import COLUMN
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, Entry
 
 _NAME = "modality_projection.proj"
 

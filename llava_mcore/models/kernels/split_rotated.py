@@ -114,6 +114,7 @@ def _split_rotated(
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    # Which head a row is, and where it goes.
     group, place = rows // (queries + 2), rows % (queries + 2)
     exists = rows < groups * (queries + 2)
     is_query, is_key, is_value = exists & (place < queries), exists & (place == queries), exists & (place > queries)
@@ -124,10 +125,12 @@ def _split_rotated(
 
     half = tl.arange(0, HALF_TILE)
     in_half = (half < HALF)[None, :]
+    # Values are rotated by an angle of 0, so that all rows take the same way.
     angle = tl.load(angles + token * 2 * HALF + half, mask=half < HALF, other=0.0)
     cos = tl.where(is_value[:, None], 1.0, tl.cos(angle)[None, :])
     sin = tl.where(is_value[:, None], 0.0, tl.sin(angle)[None, :])
     of_query, of_key, of_value = is_query[:, None] & in_half, is_key[:, None] & in_half, is_value[:, None] & in_half
+    # Rotated halves: joined for the gradient, where the rotation is the inverse, else split.
     first, second = half[None, :], HALF + half[None, :]
     if JOINS:
         a = tl.load(to_query + first, mask=of_query, other=0.0).to(tl.float32)
@@ -148,6 +151,7 @@ def _split_rotated(
         tl.store(to_key + second, turned_b, mask=of_key)
         tl.store(to_value + first, turned_a, mask=of_value)
         tl.store(to_value + second, turned_b, mask=of_value)
+    # Dims that are not rotated.
     if REST > 0:
         last = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
         in_rest = (tl.arange(0, REST_TILE) < REST)[None, :]

@@ -126,6 +126,7 @@ def _backward(
     exponentials, total = _exponentials(q, k, scale, exists)
     p = exponentials / total[:, None]
     tl.store(value_gradient + places, tl.dot(tl.trans(p.to(g.dtype)), g), mask=inside)
+    # The gradient of softmax: p * (dp - sum(p * dp)), and the scale of the scores.
     of_p = tl.dot(g, tl.trans(v))
     of_scores = (p * (of_p - tl.sum(p * of_p, 1)[:, None]) * scale).to(q.dtype)
     tl.store(query_gradient + places, tl.dot(of_scores, k), mask=inside)

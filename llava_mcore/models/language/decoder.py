@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from llava_mcore.compat.megatron_layers import change_class, set_frequencies, set_rotary_factor, use_position_ids
+from llava_mcore.config.rules.parallel import check_deepstack
+from llava_mcore.errors import ConfigError
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
 from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
@@ -36,7 +38,7 @@ from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import TokenRopeSelfAttention
-from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.names import FUSED_NORMS
 
 
 class TokenRope(nn.Module):
@@ -161,6 +163,7 @@ class LanguageModel(GPTModel):
         if config.use_te_activation_func:
             for layer in self.decoder.layers:
                 layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
+        # Hugging Face's frequencies: by position ids, or by indices if layers with a window have others.
         self.shape = shape
         if shape.local_rope is None:
             use_position_ids(self, TokenRope(shape.rope.inv_freq, shape.rope.axes))
@@ -241,3 +244,29 @@ class LanguageModel(GPTModel):
         if first_padding < num_local:
             padding = logits[..., max(first_padding, 0) :]
             padding.data.fill_(torch.finfo(logits.dtype).min)
+
+
+def require_deepstack_layers(num_deepstack: int, num_layers: int) -> None:
+    """Raise ConfigError if the tower's inner features belong to layers of a later stage, which would not get them.
+
+    Args:
+        num_layers: decoder layers beside the tower.
+    """
+    advice = "use fewer stages, or give the first one more layers (Stages.first)"
+    problems = check_deepstack(num_deepstack, num_layers, "this model", "a stage without all of them", advice)
+    if problems:
+        raise ConfigError(problems[0])
+
+
+def require_within(window: int | None, length: int | None) -> None:
+    """Raise ConfigError for a sequence in which some tokens would see more than in Hugging Face's model.
+
+    Args:
+        window: a sliding window that is not computed (see `limiting_window`).
+        length: of the longest sequence; None: unknown.
+    """
+    if window is not None and length is not None and length > window:
+        raise ConfigError(
+            f"a sequence of {length} tokens exceeds the sliding attention window of {window} of this model, which is "
+            "not supported yet: shorten it"
+        )

@@ -13,8 +13,7 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import activation
 from llava_mcore.weights.layouts import Concat, FuseQKV, PadRows
 from llava_mcore.weights.names import TextNames
-from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, GATED_COLUMN, REPLICATED, ROW, Entry
 
 
 def head_dim(hf: PretrainedConfig) -> int:
@@ -33,6 +32,7 @@ def transformer_fields(hf: PretrainedConfig, *, activation_key: str = "hidden_ac
         ConversionError: an unknown activation, or biases this decoder does not have.
     """
     values = hf.to_dict()
+    # A bias that is not built would be dropped silently.
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
             raise ConversionError(

@@ -17,8 +17,7 @@ from llava_mcore.models.language.dense import expand_layers, projection_entries,
 from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import USUAL_NAMES, DecoderShape, rope_from_hf
 from llava_mcore.weights.names import TextNames
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 LAYER_NAMES = replace(
     USUAL_NAMES,

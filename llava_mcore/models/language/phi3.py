@@ -17,8 +17,7 @@ from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import USUAL_NAMES, DecoderShape, rope_from_hf
 from llava_mcore.weights.layouts import Regroup
 from llava_mcore.weights.names import TextNames
-from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, GATED_COLUMN, Entry
 
 _NAMES = replace(USUAL_NAMES, query_key_value=("self_attn.qkv_proj",), into=("mlp.gate_up_proj",))
 

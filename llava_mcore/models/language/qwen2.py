@@ -11,8 +11,7 @@ from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
 from llava_mcore.weights.layouts import FuseQKV
 from llava_mcore.weights.names import TextNames
-from llava_mcore.weights.sharding import COLUMN
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import COLUMN, Entry
 
 
 class Qwen2(LanguageFamily):

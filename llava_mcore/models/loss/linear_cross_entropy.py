@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from llava_mcore.compat.torch import assert_on_device
-from llava_mcore.models.loss.chunk_loss import VocabShard, chunk_loss, into_gradients
+from llava_mcore.models.kernels import chunk_operations
+from llava_mcore.models.kernels.chunk_operations import add_product, product, put_rows, scaled, wide_type
 from llava_mcore.models.loss.terms import LossTerm, add_terms
 
 # Every chunk reads and writes the fp32 weight gradient: 8 bytes per element, for which it does 2 * c operations. On an
@@ -125,9 +127,11 @@ def linear_cross_entropy(
         The sum of token_weights * loss, [], and the loss of every token, [b, s], which has no gradient and is 0
         for dropped tokens; both in fp32 (fp64 for fp64).
     """
+    # Every rank needs all tokens for its part of the vocabulary; backward, gradients are summed over the ranks.
     if tp_group.size() > 1:
         enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = enter(hidden, group=tp_group)
+    # Tokens in the order of `hidden`, [s * b].
     s, b, h = hidden.shape
     flat_weights = token_weights.transpose(0, 1).reshape(s * b)
     total, losses = _WeightedLossSum.apply(
@@ -173,7 +177,8 @@ class _WeightedLossSum(torch.autograd.Function):
         adds_to_main_grad: bool,
         terms: Mapping[str, LossTerm],
     ) -> tuple[Tensor, Tensor]:
-        losses = hidden.new_zeros(hidden.shape[0], dtype=_wide(hidden.dtype))
+        # Gradients are computed here, while a chunk's logits exist, and only scaled in the backward pass.
+        losses = hidden.new_zeros(hidden.shape[0], dtype=wide_type(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
         wants = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
         # An fp16 gradient may be too small before it is scaled, so it stays wide until then.
@@ -182,20 +187,22 @@ class _WeightedLossSum(torch.autograd.Function):
         is_added = adds_to_main_grad and wants[1]
         grad_weight: Tensor | None = vars(weight)["main_grad"] if is_added else None
         for place in _chunks(hidden.shape[0] if trained_rows is None else trained_rows, chunk_tokens):
+            # Forward: logits, losses and further terms of a chunk.
             part, part_weights = hidden[place], token_weights[place].unsqueeze(1)
-            logits = _product(part, weight.t())
+            logits = product(part, weight.t())
             chunk = chunk_loss(logits, labels[place], shard)
-            _put(losses, place, chunk.losses)
+            put_rows(losses, place, chunk.losses)
             added = add_terms(terms, logits, chunk, part_weights.squeeze(1), shard) if terms else None
             if any(wants):
+                # Backward: the logits' memory becomes that of their gradients.
                 grad_logits = into_gradients(logits, chunk, shard, hidden.dtype)
                 if added is not None:
                     grad_logits += added
                 if grad_hidden is not None:
-                    _put(grad_hidden, place, _product(grad_logits, weight).mul_(part_weights))
+                    put_rows(grad_hidden, place, product(grad_logits, weight).mul_(part_weights))
                 if wants[1]:
                     weighted = torch.mul(part, part_weights, out=torch.empty_like(part))
-                    grad_weight = _add_product(grad_weight, grad_logits.t(), weighted)
+                    grad_weight = add_product(grad_weight, grad_logits.t(), weighted)
                 del grad_logits
             del logits, added  # never those of two chunks at a time
         ctx.save_for_backward(grad_hidden, None if is_added else grad_weight)
@@ -208,7 +215,7 @@ class _WeightedLossSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        grad_hidden, grad_weight = (None if g is None else _scaled(g, grad_total, dtype) for g, dtype in saved)
+        grad_hidden, grad_weight = (None if g is None else scaled(g, grad_total, dtype) for g, dtype in saved)
         if ctx.added is not None:
             assert_on_device(grad_total == 1, "the output layer's gradient was added before the loss was scaled")
             grad_weight = _already_added(ctx.added)
@@ -232,36 +239,60 @@ def _chunks(tokens: Tensor | int, chunk_tokens: int) -> Iterator[Tensor | slice]
         yield slice(start, end) if isinstance(tokens, int) else tokens[start:end]
 
 
-def _put(target: Tensor, place: Tensor | slice, values: Tensor) -> None:
-    """Write rows, rounded to the target's type."""
-    if isinstance(place, slice):
-        target[place] = values
+class VocabShard:
+    """This rank's rows of the vocabulary."""
+
+    def __init__(self, num_rows: int, vocab_size: int, group: dist.ProcessGroup) -> None:
+        self.num_rows, self.group = num_rows, group
+        self.first = num_rows * group.rank()
+        self.num_true = min(max(vocab_size - self.first, 0), num_rows)
+
+
+@dataclass(frozen=True)
+class ChunkLoss:
+    """losses, log_sum: [c], of the whole vocabulary; local: int64 [c], the label's row here, or -1 if the label is
+    outside this rank's unpadded vocabulary shard."""
+
+    losses: Tensor
+    log_sum: Tensor
+    local: Tensor
+
+
+def chunk_loss(logits: Tensor, labels: Tensor, shard: VocabShard) -> ChunkLoss:
+    """Return the losses of one chunk. Logits [c, rows / tp] are fp32 or fp64; labels: int64 [c]."""
+    local = labels - shard.first
+    local = local.where((local >= 0) & (local < shard.num_true), -1)  # neither other ranks' rows nor padding
+    if _has_kernels(logits):
+        from llava_mcore.models.kernels import logit_gradients  # on GPUs only
+
+        log_sum, target = logit_gradients.log_sum_and_target(logits, local, shard.num_true)
     else:
-        target.index_copy_(0, place, values.to(target.dtype))
+        log_sum, target = chunk_operations.log_sum_and_target(logits, local, shard.num_true)
+    if shard.group.size() > 1:
+        log_sum, target = _over_vocabulary(log_sum, target, shard.group)
+    return ChunkLoss(log_sum - target, log_sum, local)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of losses and sums: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
+def into_gradients(logits: Tensor, chunk: ChunkLoss, shard: VocabShard, dtype: torch.dtype) -> Tensor:
+    """Return the gradients of the losses, [c, rows / tp] of `dtype`: probabilities minus one-hot labels.
+
+    The logits are overwritten. Their rows may be further apart than they are long.
+    """
+    at_target = (-chunk.losses).expm1()  # more exact than exp(..) - 1
+    if _has_kernels(logits) and dtype in (torch.bfloat16, torch.float16):
+        from llava_mcore.models.kernels import logit_gradients  # on GPUs only
+
+        return logit_gradients.into_gradients(logits, chunk.local, chunk.log_sum, at_target, shard.num_true, dtype)
+    return chunk_operations.torch_gradients(logits, chunk.local, chunk.log_sum, at_target, shard.num_true, dtype)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in the wide type, without rounding even if a and b are in half precision."""
-    wide = _wide(a.dtype)
-    if a.is_cuda and a.dtype != wide:
-        return torch.mm(a, b, out_dtype=wide)
-    return torch.mm(a.to(wide), b.to(wide))
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype == torch.float32
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to the wide `total` in place; None is 0."""
-    if total is None:
-        return _product(a, b)
-    if a.is_cuda and a.dtype != total.dtype:
-        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    return total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return gradient * scale in `dtype`, rounded once. The gradient is kept: backward may run again."""
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+def _over_vocabulary(log_sum: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Combine every rank's log-sum-exp and target logit, [c] each, in one collective."""
+    local = torch.stack([log_sum, target])
+    gathered = local.new_empty(2 * group.size(), local.shape[1])
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    return gathered[0::2].logsumexp(dim=0), gathered[1::2].sum(dim=0)

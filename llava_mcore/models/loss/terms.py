@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llava_mcore.models.loss.chunk_loss import ChunkLoss, VocabShard
 from llava_mcore.parallel.named_sums import add_sum
+
+if TYPE_CHECKING:
+    from llava_mcore.models.loss.linear_cross_entropy import ChunkLoss, VocabShard
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,18 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.models.vision.family import TileTower
-from llava_mcore.models.vision.geometry import image_side, patch_side
-from llava_mcore.models.vision.layers.encoder_layers import (
+from llava_mcore.models.vision.encoder_layers import (
     WEIGHT_BIAS,
     layer_entries,
     transformer_fields,
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.family import TileTower
+from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.layouts import Reshape
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 
 class Clip(TileTower):

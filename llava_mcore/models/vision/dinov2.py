@@ -12,9 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from llava_mcore.models.activations import activation
-from llava_mcore.models.vision.family import TileTower
-from llava_mcore.models.vision.geometry import image_side, patch_side
-from llava_mcore.models.vision.layers.encoder_layers import (
+from llava_mcore.models.vision.encoder_layers import (
     embedding_entries,
     encoder_fields,
     layer_entries,
@@ -23,10 +21,11 @@ from llava_mcore.models.vision.layers.encoder_layers import (
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.family import TileTower
+from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.names import LayerNames
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 _CONV = "embeddings.patch_embeddings.projection"
 _NAMES = LayerNames(

@@ -6,9 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.models.vision.family import TileTower
-from llava_mcore.models.vision.geometry import image_side, patch_side
-from llava_mcore.models.vision.layers.encoder_layers import (
+from llava_mcore.models.vision.encoder_layers import (
     embedding_entries,
     layer_entries,
     require,
@@ -17,6 +15,8 @@ from llava_mcore.models.vision.layers.encoder_layers import (
     unused_layers,
     unused_norm,
 )
+from llava_mcore.models.vision.family import TileTower
+from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.names import LayerNames
 from llava_mcore.weights.table import Entry

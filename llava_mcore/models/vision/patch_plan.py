@@ -66,7 +66,7 @@ class PatchPlan(MediaPlan):
         _check_patches(processing.image_processor, hf)
         if processing.videos is not None:
             _check_patches(processing.videos, hf)
-        self.of_grid = lru_cache(NUM_KNOWN)(self._picture)
+        self.of_grid = lru_cache(NUM_KNOWN)(self._image)
         self.of_video = lru_cache(NUM_KNOWN)(self._video)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class PatchPlan(MediaPlan):
         frames_, rows, columns = processed["video_grid_thw"][0].tolist()
         return frames_, rows, columns
 
-    def _picture(self, grid: Grid) -> MediaTokens:
+    def _image(self, grid: Grid) -> MediaTokens:
         """Return the tokens of a picture with this grid of patches."""
         ids = np.full(math.prod(grid) // self.merged, self.image_token_id, dtype=np.int64)
         return self._tokens(ids, self.image_token_id, grid, image_grid_thw=torch.tensor([grid]))

@@ -37,13 +37,11 @@ from llava_mcore.media.batch_fields import (
 from llava_mcore.models.attention import ManyShortAttention, SDPAttention
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
+from llava_mcore.models.vision.encoder_layers import clear_padding, te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.layers.padded_mlp import clear_padding
-from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.parallel.items import Items, MediaLengths
-from llava_mcore.weights.fused_norms import FUSED_NORMS
-from llava_mcore.weights.names import LayerNames
+from llava_mcore.parallel.batch import Items, MediaLengths
+from llava_mcore.weights.names import FUSED_NORMS, LayerNames
 
 
 @dataclass(frozen=True)

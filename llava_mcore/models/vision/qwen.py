@@ -35,15 +35,13 @@ from llava_mcore.media.batch_fields import (
     MediaWork,
 )
 from llava_mcore.models.activations import activation
+from llava_mcore.models.vision.encoder_layers import layer_entries, padded_width
 from llava_mcore.models.vision.family import PatchTower, TowerWork
 from llava_mcore.models.vision.geometry import patch_side
-from llava_mcore.models.vision.layers.encoder_layers import layer_entries
-from llava_mcore.models.vision.layers.padded_mlp import padded_width
 from llava_mcore.models.vision.patches import PatchShape
 from llava_mcore.weights.layouts import Reshape
 from llava_mcore.weights.names import LayerNames
-from llava_mcore.weights.sharding import REPLICATED
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 Grid = tuple[int, int, int]
 """Patches of a picture or video: steps of time, rows, columns."""

@@ -17,8 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from llava_mcore.parallel.batch import Items, MediaLengths, divide, gather_items, host_lengths
 from llava_mcore.parallel.groups import group_of_this_rank, tensor_parallel_group
-from llava_mcore.parallel.items import Items, MediaLengths, divide, gather_items, host_lengths
 
 Fields = Mapping[str, Tensor]
 

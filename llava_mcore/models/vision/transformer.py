@@ -24,13 +24,11 @@ from torch import Tensor, nn
 
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.layers.encoder_layers import USUAL_NAMES
-from llava_mcore.models.vision.layers.te_layers import te_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.parallel.items import Items, MediaLengths
-from llava_mcore.weights.fused_norms import FUSED_NORMS
-from llava_mcore.weights.names import LayerNames
+from llava_mcore.parallel.batch import Items, MediaLengths
+from llava_mcore.weights.names import FUSED_NORMS, LayerNames
 
 # Names in checkpoints: those of the InternViT in Megatron-LM's examples.
 LAYER_SCALE_NAMES = {"self_attn_bda.scale": "ls1", "mlp_bda.scale": "ls2"}

@@ -17,9 +17,9 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.images import ToRgb, decode_image, on_white
 from llava_mcore.data.encode.record_keys import CLIP_KEYS, SIZE_KEYS
 from llava_mcore.data.encode.sample_media import check_fps
+from llava_mcore.data.processors.images import ToRgb, decode_image, on_white
 from llava_mcore.errors import DataError
 from llava_mcore.models.vision.patch_plan import PatchPlan
 from llava_mcore.prepare.row_types import BadSample, Reason
@@ -32,7 +32,7 @@ FEWEST_TOKENS, MOST_TOKENS = 4, 16384
 
 
 @dataclass(frozen=True, slots=True)
-class PictureSizes:
+class ImageSizes:
     """The size that a picture is resized to: a height and width, or a range of areas. None: not given."""
 
     height: int | None
@@ -65,7 +65,7 @@ def resizing_for(assets: Assets | None) -> Resizing:
     return Resizing(processor.patch_size * processor.merge_size, "", assets.to_rgb)
 
 
-def picture_sizes(reference: Any) -> PictureSizes | None:
+def image_sizes(reference: Any) -> ImageSizes | None:
     """Return the sizes beside a picture's reference; None if there are none. Raises BadSample for invalid ones."""
     if not isinstance(reference, Mapping):
         return None
@@ -77,11 +77,11 @@ def picture_sizes(reference: Any) -> PictureSizes | None:
         raise _refused("total_pixels", total, "it is an option of videos")
     if (height is None) != (width is None):
         raise _refused("resized_height and resized_width", (height, width), "one of them is missing")
-    sizes = PictureSizes(height, width, smallest, largest)
-    return None if sizes == PictureSizes(None, None, None, None) else sizes
+    sizes = ImageSizes(height, width, smallest, largest)
+    return None if sizes == ImageSizes(None, None, None, None) else sizes
 
 
-def resize(data: bytes, sizes: PictureSizes, resizing: Resizing, limits: Limits) -> bytes:
+def resize(data: bytes, sizes: ImageSizes, resizing: Resizing, limits: Limits) -> bytes:
     """Return a picture resized as qwen-vl-utils does, as a PNG.
 
     Raises:
@@ -198,6 +198,6 @@ def _refused(key: str, value: Any, why: str) -> BadSample:
     return BadSample(Reason.KEY, f"{key} is {value!r:.60}: {why}")
 
 
-def _size_text(sizes: PictureSizes) -> str:
+def _size_text(sizes: ImageSizes) -> str:
     values = zip(SIZE_KEYS, (sizes.height, sizes.width, sizes.smallest, sizes.largest), strict=False)
     return ", ".join(f"{key} {value}" for key, value in values if value is not None)

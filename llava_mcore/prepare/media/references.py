@@ -43,8 +43,8 @@ class MediaReasons:
     broken: Reason
 
 
-PICTURE = MediaReasons("picture", "image", Reason.IMAGE_MISSING, Reason.IMAGE_REMOTE, Reason.IMAGE_BROKEN)
-SOUND = MediaReasons("sound", "audio", Reason.AUDIO_MISSING, Reason.AUDIO_REMOTE, Reason.AUDIO_BROKEN)
+IMAGE = MediaReasons("picture", "image", Reason.IMAGE_MISSING, Reason.IMAGE_REMOTE, Reason.IMAGE_BROKEN)
+AUDIO = MediaReasons("sound", "audio", Reason.AUDIO_MISSING, Reason.AUDIO_REMOTE, Reason.AUDIO_BROKEN)
 VIDEO = MediaReasons("video", "video", Reason.VIDEO_MISSING, Reason.VIDEO_REMOTE, Reason.VIDEO_BROKEN)
 
 

@@ -13,7 +13,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, BinaryIO
 
 from llava_mcore.config.sections.data import Limits
-from llava_mcore.data.encode.picture_header import ratio_problem
+from llava_mcore.data.processors.image_header import ratio_problem
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.media.item_options import WHOLE_CLIP, ClipOptions
 from llava_mcore.prepare.row_types import BadSample, Reason

@@ -12,11 +12,11 @@ from llava_mcore.data.encode.sample_media import FRAMES_KEY
 from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.files.near_match import shortened
 from llava_mcore.files.regular import RefusedFileError, open_regular_file
+from llava_mcore.prepare.media.images import inspect, read_image
 from llava_mcore.prepare.media.item_options import ClipOptions, clip_options
-from llava_mcore.prepare.media.pictures import inspect, read_picture
 from llava_mcore.prepare.media.references import VIDEO, cannot_open, resolve
 from llava_mcore.prepare.media.video_files import decode_video
-from llava_mcore.prepare.row_types import BadSample, Picture, Reason, VideoFrames
+from llava_mcore.prepare.row_types import FRAMES_FORM, BadSample, Picture, Reason, VideoFrames
 from llava_mcore.prepare.sampling import Sampling
 
 
@@ -32,7 +32,7 @@ def read_video(
     """Find a video and return its frames.
 
     Args:
-        reference: a list of pictures (see `read_picture`), {"frames": such a list, "fps": number}; or a video file:
+        reference: a list of pictures (see `read_image`), {"frames": such a list, "fps": number}; or a video file:
             see `resolve`. A mapping may have options too (see `clip_options`).
         sampling: which frames of a video file are kept.
         frames_fps: frames per second of a list of frames that does not say it; None: unknown.
@@ -46,12 +46,12 @@ def read_video(
     fps = frames_fps if options.fps is None else options.fps
     if listed is None:
         with _opened(reference, folder) as file:
-            pictures, fps = decode_video(file, sampling, limits, options)
-        frames = tuple(Picture(data, *inspect(data, limits)) for data in pictures)
+            images, fps = decode_video(file, sampling, limits, options)
+        frames = tuple(Picture(data, *inspect(data, limits)) for data in images)
     else:
         if options != ClipOptions(fps=options.fps):
             raise BadSample(Reason.WRONG_TYPE, "a list of frames has options of a video file; only fps can be given")
-        frames = tuple(read_picture(frame, folder, decode=decode, limits=limits) for frame in listed)
+        frames = tuple(read_image(frame, folder, decode=decode, limits=limits) for frame in listed)
     if not frames:
         raise BadSample(Reason.NO_FRAMES, "a video lists no frames")
     for index, frame in enumerate(frames):
@@ -75,8 +75,7 @@ def _opened(reference: Any, folder: Path) -> BinaryIO:
     if isinstance(source, bytes):
         return BytesIO(source)
     if source.suffix.lstrip(".").lower() in IMAGE_PARTS and source.suffix.lower() != ".gif":
-        advice = 'frames are listed per video, as a list of lists or {"frames": […]}'
-        raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {shortened(str(reference))}; {advice}")
+        raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {shortened(str(reference))}; {FRAMES_FORM}")
     try:
         return open_regular_file(source)
     except (OSError, ValueError, RefusedFileError) as error:

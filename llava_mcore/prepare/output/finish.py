@@ -11,7 +11,7 @@ import json
 import random
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, Webdatas
 from megatron.energon.typed_converter import to_json_object
 
 from llava_mcore.compat.energon.index_rows import rows_of_shard
-from llava_mcore.data.encode.stored_tokens import DIGEST_KEY, ORIGIN_FILE
+from llava_mcore.data.encode.tokens import ORIGIN_FILE
 from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync, sync_tree
@@ -46,12 +46,12 @@ def write_meta(
     reports: Sequence[ShardReport],
     *,
     val_ratio: float,
-    tokens_by: str | None = None,
+    origin: Mapping[str, Any] | None = None,
     on_shard: Callable[[], None] = lambda: None,
 ) -> None:
     """Index the shards and write .nv-meta atomically, after everything else is on the disk.
 
-    `tokens_by` is the fingerprint of the stored tokens; None if there are none.
+    `origin` describes the stored tokens (`stored_tokens.origin_of`); None if there are none.
 
     Raises DataError if a shard differs from what was written, or there are too few for a validation split.
     """
@@ -72,8 +72,8 @@ def write_meta(
     _write_yaml(meta / "split.yaml", to_json_object(WebdatasetSplits(split_parts=collapsed)))
     _write_yaml(meta / "lint.yaml", LINT)
     _write_yaml(meta / "dataset.yaml", DATASET)
-    if tokens_by is not None:
-        (meta / ORIGIN_FILE).write_text(json.dumps({"by": tokens_by, DIGEST_KEY: "turns"}), encoding="utf-8")
+    if origin is not None:
+        (meta / ORIGIN_FILE).write_text(json.dumps(origin), encoding="utf-8")
     shutil.rmtree(folder / META, ignore_errors=True)
     sync_tree(meta)
     move(meta, folder / META)

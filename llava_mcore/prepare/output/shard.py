@@ -13,17 +13,15 @@ from llava_mcore.data import samples
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.encode import check_length
 from llava_mcore.data.encode.marks import count_marks, escape
-from llava_mcore.data.encode.placeholders import audio_tokens, media_tokens, video_tokens
 from llava_mcore.data.encode.record_keys import ROW
-from llava_mcore.data.encode.stored_tokens import digest_of, to_json
-from llava_mcore.data.encode.text.tokens import TextTokens
-from llava_mcore.data.loader.best_fit import best_fit
-from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Sound, Turn, Video
+from llava_mcore.data.encode.tokens import TextTokens, audio_tokens, digest_of, media_tokens, to_json, video_tokens
+from llava_mcore.data.loader.packing import best_fit
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Audio, Turn, Video
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.counts import PrepareCounts, ShardReport
+from llava_mcore.prepare.media.audios import read_audio
+from llava_mcore.prepare.media.images import read_image
 from llava_mcore.prepare.media.item_options import resizing_for
-from llava_mcore.prepare.media.pictures import read_picture
-from llava_mcore.prepare.media.sounds import read_sound
 from llava_mcore.prepare.media.videos import read_video
 from llava_mcore.prepare.output.tar_file import ShardWriter
 from llava_mcore.prepare.record_layouts import check_turns, parse
@@ -135,13 +133,11 @@ class ShardMaker:
         _check_length(draft.turns, options.limits)
         self._require_media_to_be_taken(draft)
         pictures = tuple(
-            read_picture(
-                image, file.folder, decode=options.check_images, limits=options.limits, resizing=self._resizing
-            )
+            read_image(image, file.folder, decode=options.check_images, limits=options.limits, resizing=self._resizing)
             for image in draft.images
         )
         sounds = tuple(
-            read_sound(sound, file.folder, options.limits, decode=options.check_images) for sound in draft.audios
+            read_audio(sound, file.folder, options.limits, decode=options.check_images) for sound in draft.audios
         )
         videos = tuple(
             read_video(
@@ -230,7 +226,7 @@ def _as_trained(
         draft.turns,
         tuple(picture.data for picture in pictures),
         videos=tuple(clips),
-        audios=tuple(Sound(sound.data) for sound in sounds),
+        audios=tuple(Audio(sound.data) for sound in sounds),
         tools=draft.tools,
     )
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from llava_mcore.data.encode.messages import message_of
 from llava_mcore.data.encode.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
-from llava_mcore.data.encode.stored_tokens import TOKENS_KEY
+from llava_mcore.data.encode.tokens import TOKENS_KEY
 from llava_mcore.files.atomic import move
 from llava_mcore.prepare.row_types import CheckedConversation, Picture, Recording
 

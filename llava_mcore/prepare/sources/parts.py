@@ -12,7 +12,7 @@ from llava_mcore.data.encode.sample_media import (
     FPS_KEY,
     FRAMES_KEY,
     VIDEOS_KEY,
-    is_sound_part,
+    is_audio_part,
     listed_videos,
 )
 from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS
@@ -69,7 +69,7 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
     if not media and not listed and not has_turns:
         return BadSample(Reason.IMAGE_MISSING, f"{stem} has no picture or sound beside its .json")
     frames = {name for video in listed for name in video.frames}
-    sounds = {name: item for name, item in media.items() if is_sound_part(name)}
+    sounds = {name: item for name, item in media.items() if is_audio_part(name)}
     pictures = [picture for name, picture in media.items() if name not in frames and name not in sounds]
     result: dict[str, Any] = {}
     if pictures:  # else the row may name pictures that are files

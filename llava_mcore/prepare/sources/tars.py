@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.storage.tar_members import LINKS, Link, NoContents, TarIndex, members, open_tar
+from llava_mcore.data.storage.tar_files import LINKS, Link, NoContents, TarIndex, members, open_tar
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import open_regular_file
 from llava_mcore.prepare.row_types import BadSample, Reason, RowRange, SourceRow

@@ -10,13 +10,13 @@ from typing import NamedTuple
 from llava_mcore.config.rules.all_rules import pad_multiple
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
-from llava_mcore.errors import DataError, LlavaMcoreError, problems
+from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.inference.generation.generate import generate
 from llava_mcore.inference.generation.questions import Question, Questions
 from llava_mcore.inference.generation.records import PromptQueue, Record
 from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings, require_known
-from llava_mcore.parallel.groups import agree, gather_to_all
-from llava_mcore.parallel.together import raise_together
+from llava_mcore.parallel.groups import gather_to_all
+from llava_mcore.parallel.together import raise_listed, raise_together
 from llava_mcore.training.answers.result import AnswersResult, Example, scored
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.setup import Trainer
@@ -64,12 +64,10 @@ class Answerer:
         require_known(settings, hf_dir)
         return settings.within(self.trainer.models[0].window)
 
-    def due(self, iteration: int) -> bool:
+    def due(self, iteration: int, *, is_last: bool) -> bool:
         """Return whether questions are asked after this iteration."""
         interval = self.config.eval_generate
-        return interval is not None and (
-            iteration % interval == 0 or iteration == self.trainer.run.training.num_iterations
-        )
+        return interval is not None and (iteration % interval == 0 or is_last)
 
     def run(self, iteration: int) -> AnswersResult:
         """Ask all questions once; the result on rank 0 has the examples.
@@ -80,14 +78,14 @@ class Answerer:
         """
         start = time.perf_counter()
         groups = self.trainer.groups
+        # A rank that cannot read its questions tells the others, which would wait for it.
         problem, asked = None, None
         try:
             asked = self._ask(iteration)
         except LlavaMcoreError as error:
             problem = str(error)
-        messages = agree(groups, problem)
-        if messages:
-            raise DataError(problems("questions of the validation split cannot be asked", messages), on_all_ranks=True)
+        raise_listed(groups, problem, DataError, "questions of the validation split cannot be asked")
+        # Every replica has asked some of the questions: rank 0 scores all of them.
         gathered = gather_to_all(groups, [] if asked is None else asked.records)
         records = sorted((x for part in gathered for x in part), key=lambda record: (record.position, record.key))
         num_skipped = sum(record.problem is not None for record in records)

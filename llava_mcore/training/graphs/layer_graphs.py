@@ -118,6 +118,8 @@ class LayerGraphs:
     ) -> tuple[Tensor, Tensor | None]:
         """The forward pass of one layer: its segment's graph in the first one, then nothing; or the layer itself."""
         segment = self._segments[index]
+        # The first layer of a segment stands for all of them, if there is a graph of these shapes. New shapes are
+        # remembered, to be captured before the next step.
         if layer is segment.layers[0]:
             segment.is_done = False
             if packed_seq_params is not None and layer.training and torch.is_grad_enabled():
@@ -130,8 +132,10 @@ class LayerGraphs:
                 if shape not in self._without:
                     sample = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
                     self._seen.setdefault(shape, [()] * len(self._segments))[index] = sample
+        # Later layers of the segment are in the graph.
         if segment.is_done:
             return hidden_states, context
+        # No graph: the layer as it is.
         class_forward = type(layer).forward
         result: tuple[Tensor, Tensor | None] = class_forward(
             layer,

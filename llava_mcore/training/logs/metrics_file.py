@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.errors import FileError
-from llava_mcore.files.json_files import parse_object
-from llava_mcore.files.text_files import naming, read_text
+from llava_mcore.files.regular import naming, parse_object, read_text
 
 FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -68,8 +67,13 @@ class Metrics:
         sums = values.pop("sums")
         return values | sums
 
-    def line(self, train_iters: int, num_devices: int) -> str:
-        """Return the console line."""
+    def line(self, total: str, num_devices: int, rest: str = "") -> str:
+        """Return the console line.
+
+        Args:
+            total: iterations of the run, and its epoch, as text.
+            rest: time that the run still takes, as text.
+        """
         rate = self.tokens_per_second / num_devices / 1000
         wait = 100 * self.data_wait_seconds / self.step_seconds if self.step_seconds else 0.0
         speed = f"{rate:.2f}k tok/s/device"
@@ -83,8 +87,8 @@ class Metrics:
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
         grad_norm = "-" if self.grad_norm is None else f"{self.grad_norm:.3f}"
         return (
-            f"step {self.iteration}/{train_iters} | loss {loss} | grad norm {grad_norm} | "
-            f"lr {self.lr:.2e} | {speed} | data wait {wait:.1f} % | {self.step_seconds:.2f} s{losses}"
+            f"step {self.iteration}/{total} | loss {loss} | grad norm {grad_norm} | "
+            f"lr {self.lr:.2e} | {speed} | data wait {wait:.1f} % | {self.step_seconds:.2f} s{rest}{losses}"
         )
 
 

@@ -17,7 +17,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.training.answers.result import Example
 from llava_mcore.training.logs.outbox import Failed, Outbox, RefusedRecord
-from llava_mcore.training.run_ids import read_ids, write_id
+from llava_mcore.training.logs.run_record import read_ids, write_id
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,23 @@
-"""Reports of rank 0 about every iteration: metrics.jsonl, the console, warnings."""
+"""Reports of rank 0 about every iteration: metrics.jsonl, the console, warnings; and how long the start took."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
+import psutil
 import torch
 
 from llava_mcore.errors import os_error_text
+from llava_mcore.log import warn_on_failure
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.trainable import PARTS
-from llava_mcore.training.answers.example_table import write_answers
-from llava_mcore.training.answers.result import AnswersResult
-from llava_mcore.training.batch_counts import StepCounts
-from llava_mcore.training.closing import warn_on_failure
-from llava_mcore.training.faults.spikes import SpikeAlert
+from llava_mcore.training.answers.result import AnswersResult, write_answers
+from llava_mcore.training.faults.bad_steps import SpikeAlert
+from llava_mcore.training.fetch import StepCounts
 from llava_mcore.training.logs.metrics_file import (
     ANSWERS_FILE,
     VALIDATION_FILE,
@@ -24,8 +26,8 @@ from llava_mcore.training.logs.metrics_file import (
     MetricsFile,
     named_values,
 )
+from llava_mcore.training.logs.pace import Pace
 from llava_mcore.training.logs.sinks import Sinks
-from llava_mcore.training.logs.start_times import StartTimes
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import StepResult
@@ -66,6 +68,7 @@ class Reporter:
         self.problem: str | None = None
         """Why metrics could not be written. The loop ends the run on all ranks then."""
         self.is_first = True
+        self.pace = Pace(run.training, is_packed=run.data.packing)
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.spikes: SpikeAlert | None = None
         if run.faults.alert_spike and self.file is not None:
@@ -93,8 +96,10 @@ class Reporter:
         """
         if self.file is None:
             return
+        # Of the schedule's rates, those of trained parts.
         rates = {part: rate for part, rate in rates.items() if part in self.trainer.trained_parts}
         metrics = self._metrics(progress, counts, result, sums, {} if result is None else rates, waited, seconds)
+        # How long the start took, once.
         if metrics.start_seconds is not None:
             self.is_first = False
             logger.info(
@@ -102,12 +107,16 @@ class Reporter:
                 metrics.time_to_first_iteration_seconds,
                 ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in metrics.start_seconds.items()),
             )
+        self.pace.add(progress, seconds)
+        # The file first: without it the run ends, while a sink is only a copy.
         self._write(self.file, metrics.record())
         if self.sinks is not None:
             self.sinks.step(metrics)
+        # The console, and a warning about an unusual loss.
         run = self.trainer.run
         if progress.iteration % run.logging.log_interval == 0:
-            logger.info(metrics.line(run.training.num_iterations, self.trainer.groups.world_size))
+            total, rest = self.pace.total(progress), self.pace.rest(progress)
+            logger.info(metrics.line(total, self.trainer.groups.world_size, rest))
         spike = self.spikes.check(progress.iteration, result.loss) if self.spikes is not None and result else None
         if spike is not None:
             logger.warning(spike)
@@ -157,11 +166,13 @@ class Reporter:
         seconds: float,
     ) -> Metrics:
         groups = self.trainer.groups
+        # Model FLOPs of what the batch contained; none if it was not trained on.
         num_trained = None if result is None else result.num_trained_tokens
         workload = Workload(counts.num_tokens, counts.num_pairs, counts.media, num_trained)
         flops = 0 if result is None else model_flops(self.trainer.hf, workload, self.trained).total
         on_gpu = groups.device.type == "cuda"
         start = self.times.seconds() if self.is_first else None
+        # Named sums of which `Metrics` has fields, all others, and metrics that are computed here.
         own_fields, others = named_values(sums)
         others |= {name: metric(counts, result, seconds) for name, metric in HOST_METRICS.items()}
         return Metrics(
@@ -205,3 +216,18 @@ def _trained_parts(trainer: Trainer) -> TrainedParts:
         vision_adapter=adapters["vision_model"],
         projection_adapter=adapters["vision_projection"],
     )
+
+
+class StartTimes:
+    """The phases from the start of this process to the end of its first iteration, the first of them its imports."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, float]] = [("imports", psutil.Process().create_time())]
+
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin the next."""
+        self._begun.append((phase, time.time()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of every phase, in order; the last one ends now."""
+        return {phase: ended - begun for (phase, begun), (_, ended) in pairwise([*self._begun, ("", time.time())])}

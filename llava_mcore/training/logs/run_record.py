@@ -1,7 +1,11 @@
-"""run.json: the settings, versions and progress of the run that wrote a checkpoint."""
+"""run.json: settings, versions and progress of the run that wrote a checkpoint; its ids at metric services.
+
+A resumed run continues the same ids.
+"""
 
 from __future__ import annotations
 
+import logging
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -10,11 +14,17 @@ from typing import Any
 
 import torch
 
+from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.checkpoint.identity import RUN_ID, ensure_run_id
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import FileError
+from llava_mcore.files.regular import naming, read_object, read_text
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.run_ids import KEY, read_ids
 
+ID_FILES = {"wandb": "wandb_run_id.txt", "mlflow": "mlflow_run_id.txt"}
+"""Service -> file with the id, in SAVE_DIR/NAME."""
+KEY = "tracking_run_ids"
+"""The ids' key in a checkpoint's run.json."""
 RANDOM_STATES = "random_states"
 """Key of run.json: which ranks' random states the checkpoint holds. Older ones lack it: of data-parallel rank 0."""
 OF_EVERY_RANK = "of every rank"
@@ -64,3 +74,37 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+logger = logging.getLogger(__name__)
+
+
+def read_ids(run_dir: Path) -> dict[str, str]:
+    """Return service -> id for the services that the run uses. Raises FileError for a file that is not text."""
+    files = {service: run_dir / name for service, name in ID_FILES.items()}
+    ids = {service: read_text(file).strip() for service, file in files.items() if file.exists()}
+    return {service: run_id for service, run_id in ids.items() if run_id}
+
+
+def write_id(run_dir: Path, service: str, run_id: str) -> None:
+    """Write the id under which a service knows the run."""
+    file = run_dir / ID_FILES[service]
+    with naming(file):
+        file.write_text(run_id, encoding="utf-8")
+
+
+def adopt_ids(run_dir: Path, checkpoint: Path) -> None:
+    """Take over ids from a checkpoint that was copied here, unless the run's folder has its own.
+
+    Raises:
+        FileError: its run.json does not hold what a run writes.
+    """
+    record = checkpoint / RUN_JSON
+    stored = read_object(record).get(KEY, {}) if record.is_file() else {}
+    if not isinstance(stored, dict) or not all(isinstance(run_id, str) for run_id in stored.values()):
+        raise FileError(f"{record}: {KEY}: expected the id of each service, found {str(stored)[:80]}")
+    known = read_ids(run_dir)
+    for service, run_id in stored.items():
+        if service in ID_FILES and service not in known:
+            logger.info("continuing the %s run %s of %s", service, run_id, checkpoint)
+            write_id(run_dir, service, run_id)

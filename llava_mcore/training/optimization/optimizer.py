@@ -1,4 +1,4 @@
-"""megatron-core's optimizer and schedule from the run's configuration."""
+"""megatron-core's data parallelism, optimizer and schedule, from the run's configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -20,12 +21,13 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
-from llava_mcore.compat.megatron_gradients import reduce_in_fixed_order
+from llava_mcore.compat.megatron_gradients import gradient_ranges, reduce_in_fixed_order
 from llava_mcore.config.rules.schedule import schedule_samples
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig as OptimizerSection
 from llava_mcore.errors import CheckpointError, ConfigError
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.parallel.groups import Groups, tensor_parallel_group
 from llava_mcore.training.optimization.optimizers import DTYPES, OPTIMIZERS
 
 
@@ -89,6 +91,7 @@ def overlaps_param_gather(run: RunConfig) -> bool:
 def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Build the run's optimizer, plain or distributed over data-parallel ranks."""
     options, kind = run.optimizer, OPTIMIZERS[run.optimizer.name]
+    # Options that the optimizer or this machine does not have.
     if run.parallel.use_distributed_optimizer and not kind.can_be_distributed:
         raise ConfigError(f"megatron-core does not distribute {options.name}: omit --dist-optim, or choose another one")
     if options.use_precision_aware_optimizer and not HAVE_TE:
@@ -96,6 +99,7 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
             "optimizer.use_precision_aware_optimizer needs the package transformer-engine: install it, or omit "
             "the option"
         )
+    # The settings of every optimizer, then those of this one. Learning rates of parts are in the overrides.
     config = OptimizerConfig(
         lr=options.lr,
         min_lr=options.min_lr,
@@ -208,3 +212,21 @@ def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerPa
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run may have more iterations or another rate
     )
+
+
+class TowerGradients:
+    """Adds up the gradients of whole towers over the tensor-parallel ranks, once in a step."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], models: Sequence[VisionLanguageModel]) -> None:
+        """chunks: the wrapped `models`."""
+        of_towers = {p for model in models if model.pre_process for p in model.vision_model.parameters()}
+        self._ranges = [x for chunk in chunks for x in gradient_ranges(chunk, of_towers)]
+
+    def finalize(self, chunks: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
+        """Finalize gradients as megatron-core does, then add up (called by megatron-core's schedules).
+
+        They are divided by the number of tokens before they are added up.
+        """
+        finalize_model_grads(chunks, *args, **kwargs)
+        for gradients in self._ranges:
+            dist.all_reduce(gradients, group=tensor_parallel_group())

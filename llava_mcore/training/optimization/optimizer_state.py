@@ -251,6 +251,7 @@ def _slices(
         data: the elements of the range, None to load them.
     """
     slices = []
+    # A parameter may be saved as several tensors (a fused one is), which follow each other in the flattened one.
     for offset, tensor in _flat_tensors(sharded):
         shape = tensor.local_shape
         first, last = max(start, offset), min(stop, offset + math.prod(shape))

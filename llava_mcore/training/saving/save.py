@@ -22,13 +22,13 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import KEY, of_bytes, of_folder
 from llava_mcore.checkpoint.complete import (
     all_but,
+    delete_in_background,
     discard,
     outdated,
     put_aside,
     remove_leftovers,
     write_run_json,
 )
-from llava_mcore.checkpoint.deletion import delete_in_background
 from llava_mcore.checkpoint.dist import StateWrite
 from llava_mcore.checkpoint.node_local import LocalWrite
 from llava_mcore.checkpoint.save_plan import SaveAssignment
@@ -37,17 +37,18 @@ from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
 from llava_mcore.models.trainable import alike
 from llava_mcore.parallel.cores import all_cores
-from llava_mcore.parallel.groups import agree, gather_to_first, sum_over_ranks
+from llava_mcore.parallel.groups import gather_to_first, sum_over_ranks
 from llava_mcore.parallel.replicas import differing
-from llava_mcore.training.description import write_description
+from llava_mcore.parallel.together import raise_listed
 from llava_mcore.training.logs.run_record import run_record
-from llava_mcore.training.saving.host_memory import allocate_in_background
-from llava_mcore.training.saving.save_log import SAVES, Saved
+from llava_mcore.training.saving.hf_files import write_description
+from llava_mcore.training.saving.pending import SAVES, Pending, Saved, Writing, allocate_in_background
 from llava_mcore.training.saving.state import LOADER_FOLDER, TrainingProgress, loader_file, state_to_save
-from llava_mcore.training.saving.writing import Pending, Writing
 from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)
+
+NOT_WRITTEN = "the checkpoint could not be written"
 
 
 class Saver:
@@ -118,6 +119,7 @@ class Saver:
         pending, groups = self._pending, self.trainer.groups
         if pending is None:
             return
+        # The files of this rank, then the checkpoint of all ranks.
         start = time.perf_counter()
         problem = None if pending.writing is None else pending.writing.problem()
         self._pending = None
@@ -128,6 +130,7 @@ class Saver:
                 shutil.rmtree(pending.partial, ignore_errors=True)
             raise
         pending.write.published()
+        # How long that took, and how much of it training has waited.
         end = time.perf_counter()
         done = Saved(
             iteration=pending.iteration,
@@ -149,9 +152,7 @@ class Saver:
             problem: why this rank could not.
         """
         groups = self.trainer.groups
-        messages = agree(groups, problem)
-        if messages:
-            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
+        raise_listed(groups, problem, CheckpointError, NOT_WRITTEN)
         try:
             pending.write.finish()
         except CheckpointError as error:
@@ -164,9 +165,7 @@ class Saver:
                 self._publish(pending, known)
             except OSError as error:
                 problem = f"{pending.final}: {error}"
-        messages = agree(groups, problem)
-        if messages:
-            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
+        raise_listed(groups, problem, CheckpointError, NOT_WRITTEN)
 
     def _warn_of_drift(self, iteration: int) -> None:
         """Log which trained parameters tensor-parallel ranks should have alike and have not; a collective call."""
@@ -188,11 +187,13 @@ class Saver:
         """Create the folder, plan the save and copy the tensors to the host."""
         start = time.perf_counter()
         run, groups = self.trainer.run, self.trainer.groups
+        # What runs beside training has to be done first: host memory, and the gathering of updated weights.
         if self._allocation is not None:
             self._allocation.join()
         for chunk in self.trainer.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
+        # Rank 0 makes the folder that all ranks write to.
         final = layout.iteration_folder(root, progress.iteration)
         record: dict[str, Any] = {}
         problem = None
@@ -204,9 +205,8 @@ class Saver:
                 _prepare_folder(final)
             except OSError as error:
                 problem = f"{final}: {error}"
-        messages = agree(groups, problem)  # also the barrier after which the folder exists
-        if messages:
-            raise CheckpointError(problems("the checkpoint could not be written", messages), on_all_ranks=True)
+        raise_listed(groups, problem, CheckpointError, NOT_WRITTEN)  # also the barrier after which the folder exists
+        # Plan who writes what. With `copy` the tensors are copied to the host, so that training may change them.
         self._warn_of_drift(progress.iteration)
         with all_cores():
             state = state_to_save(self.trainer, progress)

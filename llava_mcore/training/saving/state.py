@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from llava_mcore.adapters.adapter_state import adapter_state
+from llava_mcore.adapters.factors import adapter_state
 from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.checkpoint.dist import load_state, model_state
 from llava_mcore.checkpoint.layout import RUN_FILE
@@ -19,7 +19,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.errors import CheckpointError, problems
-from llava_mcore.files.json_files import read_object
+from llava_mcore.files.regular import read_object
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import Groups
@@ -49,6 +49,11 @@ class TrainingProgress:
     """Iterations whose batch was read but not trained on, because of `skip_train_iteration_range`."""
     failed_updates: int = 0
     """Iterations without an update, because loss or gradients were not finite or fp16's loss scaler skipped it."""
+
+    @property
+    def num_read(self) -> int:
+        """Samples that were read: conversations, skipped ones too."""
+        return self.consumed_conversations + self.skipped_conversations
 
 
 def resume(trainer: Trainer) -> tuple[TrainingProgress, Sequence[Any] | None]:
@@ -108,6 +113,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
         "--precision": (before.training.precision, run.training.precision),
         "--global-batch-size": (before.training.global_batch_size, run.training.global_batch_size),
         "--rampup-batch-size": (before.training.rampup_batch_size, run.training.rampup_batch_size),
+        "length in epochs": (before.training.train_epochs is not None, run.training.train_epochs is not None),
         "--lang": (before.data.lang, run.data.lang),
         "frozen parts": (before.model.frozen_parts(), run.model.frozen_parts()),
         "adapter": (_settings(before.adapter), _settings(run.adapter)),

@@ -141,6 +141,7 @@ def test_a_tied_embedding_is_not_trained_apart(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_contradict_an_adapter(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+    """Each is refused with a message that says what to change."""
     given = {"checkpoint.load": tmp_path, "checkpoint.save_dir": tmp_path, "training.train_iters": 1, "adapter.r": 8}
     run = load_run_config(None, [], given | flags)
     found = [text for text in check_run(run, None, 1, device_available=False) if message in text]

@@ -24,7 +24,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from llava_mcore.build.older_transformers import describe_for_older
+from llava_mcore.build.write_folder import describe_for_older
 from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
 from llava_mcore.data.encode.assets import load_assets
@@ -85,6 +85,7 @@ def test_text_logits_equal_the_source_models(build_tiny: Any, tiny_parts: Any, k
 def test_tower_and_its_tokens(
     build_tiny: Any, tiny_parts: Any, kind: str, whole: bool, strategy: str, tokens: int
 ) -> None:
+    """The tower's tensors are kept, and config and processor agree on the number of its tokens."""
     source = tiny_parts(kind, whole=whole)
     out = build_tiny(vision=source)
     whole_class = {"clip": CLIPVisionModel, "siglip": SiglipVisionModel}
@@ -154,6 +155,7 @@ def test_projector_depends_on_the_seed_alone(build_tiny: Any) -> None:
 
 @pytest.mark.parametrize(("asked", "found"), [("auto", torch.bfloat16), ("float32", torch.float32)])
 def test_dtype(build_tiny: Any, tiny_parts: Any, asked: str, found: torch.dtype) -> None:
+    """`auto` keeps the dtype of the language model; a named one converts every tensor."""
     text, vision = tiny_parts("qwen2", dtype=torch.bfloat16), tiny_parts("clip")
     out = build_tiny(text, vision, dtype=asked)
     assert {t.dtype for t in tensors_of(out, "").values()} == {found}
@@ -244,6 +246,7 @@ def test_stop_tokens_of_the_text_model_are_kept(build_tiny: Any, tmp_path: Path)
 
 
 def test_sentencepiece_tokenizer(build_tiny: Any, tmp_path: Path) -> None:
+    """A folder that has only a SentencePiece file gets a tokenizer that gives the same ids."""
     import sentencepiece
 
     source = save_text(tmp_path / "text")
@@ -271,6 +274,7 @@ def test_sentencepiece_tokenizer(build_tiny: Any, tmp_path: Path) -> None:
 
 
 def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints what it built; a second time it refuses the folder, which is not empty."""
     out = tmp_path / "deep" / "out"
     argv = ["--save-dir", str(out), "--text-model", str(tiny_parts("llama")), "--vision-model", str(tiny_parts("clip"))]
     assert main([*argv, "--vocab-size-padding", "--expand-projector", "--dtype", "float16"]) == 0
@@ -287,7 +291,7 @@ def test_every_flag_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("COLUMNS", "200")
     shown = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     flags = [line.split(maxsplit=2) for line in shown.splitlines() if line.startswith("  --")]
-    assert len(flags) == 19 and "--expand-projector" in [flag[0] for flag in flags]
+    assert len(flags) == 20 and "--expand-projector" in [flag[0] for flag in flags]
     with pytest.raises(SystemExit) as stopped:
         main(["--save-dir", "x", "--text-model", "y", "--vocab-size-pad"])
     assert stopped.value.code == 2 and "--vocab-size-pad" in capsys.readouterr().err

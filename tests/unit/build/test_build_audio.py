@@ -26,7 +26,7 @@ from llava_mcore.cli.check import main as check
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.encode.encode import tokenize
-from llava_mcore.data.samples import Conversation, Sound, Turn
+from llava_mcore.data.samples import Audio, Conversation, Turn
 from tests.helpers.build_parts import save_text
 from tests.helpers.tiny_audio import RATE, encoded, wave
 from tests.helpers.tiny_hf import randomise
@@ -106,7 +106,7 @@ def test_transformers_opens_it_and_training_reads_the_same(built: Path) -> None:
     assert torch.isfinite(model(**inputs).logits).all()
     assets = load_assets(built)
     turns = (Turn("user", f"<audio>\n{QUESTION}"), Turn("assistant", "no."))
-    found = tokenize(Conversation(turns, (), audios=(Sound(encoded(1.0)),)), assets, "k")
+    found = tokenize(Conversation(turns, (), audios=(Audio(encoded(1.0)),)), assets, "k")
     assert found.input_ids.tolist() == inputs["input_ids"][0].tolist()
     for name in ("plain", "vicuna"):
         assert load_assets(built, chat_template=name).chat.media_ids == {"<audio>": assets.plan.audio_token_id}
@@ -152,6 +152,7 @@ REFUSED: dict[str, tuple[list[str], Any, str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refusals(what: str, whisper: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be built is one message, and nothing is written."""
     flags, change, expected = REFUSED[what]
     folder = tmp_path / "whisper"
     folder.mkdir()

@@ -59,6 +59,7 @@ def test_template_takes_strings_and_parts(build_tiny: Any, tmp_path: Path, templ
 
 
 def test_template_with_several_pictures_and_turns(build_tiny: Any) -> None:
+    """A list of parts renders as the same text with its placeholders written out."""
     tokenizer = AutoTokenizer.from_pretrained(build_tiny())
     text, image = (lambda t: {"type": "text", "text": t}), {"type": "image"}
     chat = [
@@ -92,6 +93,7 @@ def test_plain_template_marks_what_is_trained(build_tiny: Any, tmp_path: Path) -
 
 
 def test_template_from_a_file(build_tiny: Any, tmp_path: Path) -> None:
+    """A template that is given as a file is copied as it is."""
     file = tmp_path / "my.jinja"
     file.write_text(NATIVE)
     assert (build_tiny(chat_template=file) / "chat_template.jinja").read_text() == NATIVE

@@ -25,7 +25,7 @@ from transformers import (
 
 from llava_mcore.cli.build import main
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.placeholders import expand
+from llava_mcore.data.encode.tokens import expand
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError
 from llava_mcore.media.media import VideoShape
@@ -71,6 +71,7 @@ def test_pictures_of_any_size(build_tiny: Any, tiny_parts: Any, name: str, tower
 @pytest.mark.parametrize("name", CLASSES)
 @torch.inference_mode()
 def test_several_pictures_and_none(build_tiny: Any, name: str) -> None:
+    """The processor's tokens are those of our plan, and logits are finite with and without pictures."""
     out = build_tiny(architecture=name)
     model, processor, assets = load(out), AutoProcessor.from_pretrained(out), load_assets(out)
     given = [[picture(size) for size in SIZES[:2]]] if name == "llava_onevision" else [picture(x) for x in SIZES[:2]]
@@ -152,6 +153,7 @@ def test_the_seed_decides_newline_and_projector(build_tiny: Any, name: str) -> N
 
 @torch.inference_mode()
 def test_with_another_picture_size(build_tiny: Any, tmp_path: Path) -> None:
+    """Grids, tiles and conversion follow `image_size`."""
     out = build_tiny(architecture="llava_next", image_size=28)
     model, processor = load(out), AutoProcessor.from_pretrained(out)
     assert model.config.image_grid_pinpoints == [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
@@ -181,6 +183,7 @@ def test_features_that_are_no_square(
 
 
 def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown class is refused; a known one is built, and its numbers of tokens are printed."""
     argv = ["--save-dir", str(tmp_path / "out"), "--text-model", str(tiny_parts("qwen2"))]
     argv += ["--vision-model", str(tiny_parts("siglip")), "--architecture"]
     with pytest.raises(SystemExit):

@@ -180,6 +180,8 @@ def test_gguf_file_is_found(tmp_path: Path) -> None:
 
 
 def test_full_disk(build_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one message, and no file remains."""
+
     def save(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 

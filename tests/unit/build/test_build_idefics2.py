@@ -99,6 +99,7 @@ def test_what_the_class_cannot_have(
 
 
 def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints the number of tokens, the tower and the widths of the connector."""
     argv = ["--save-dir", str(tmp_path / "out"), "--text-model", str(tiny_parts("qwen2"))]
     argv += ["--vision-model", str(tiny_parts("siglip"))]
     assert main([*argv, "--architecture", "idefics2"]) == 0

@@ -148,6 +148,7 @@ def test_the_seed_decides_the_connector(build_tiny: Any, tiny_parts: Any, name: 
 
 @by_class
 def test_with_another_picture_size(build_tiny: Any, tiny_parts: Any, name: str) -> None:
+    """Positions are interpolated as transformers does, and tokens follow the size."""
     folder = build_tiny(None, tiny_parts("siglip"), image_size=84, architecture=name)
     model, processor = load(folder), AutoProcessor.from_pretrained(folder)
     assert model.model.vision_model.embeddings.position_embedding.weight.shape == (36, 64)
@@ -193,6 +194,7 @@ def test_a_package_that_is_not_installed(build_tiny: Any, tiny_parts: Any, monke
 
 @by_class
 def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """The command prints the numbers of tokens, the tower and the widths of the connector."""
     argv = ["--save-dir", str(tmp_path / "out"), "--text-model", str(tiny_parts("qwen2"))]
     argv += ["--vision-model", str(tiny_parts("siglip")), "--connector", "pixel_shuffle", "--architecture", name]
     assert main(argv) == 0

@@ -96,6 +96,7 @@ def test_a_crop_and_another_dtype(build_tiny: Any, tmp_path: Path) -> None:
 
 
 def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes that do not fit the patches are refused with the nearest ones; a fitting one is built."""
     argv = ["--save-dir", str(tmp_path / "out"), "--text-model", str(tiny_parts("llama"))]
     argv += ["--vision-model", str(tiny_parts("clip"))]
     with pytest.raises(SystemExit):

@@ -161,7 +161,26 @@ def test_shown_conversation_marks_what_is_learnt(dataset: Path, assets: Assets) 
 def test_shows_as_many_as_asked_for(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (0, 3):
         check(dataset, hf, "--show", str(number))
-        assert capsys.readouterr().out.count("</s>»") == number
+        assert len(re.findall(r"^sample \w+ of", capsys.readouterr().out, re.MULTILINE)) == number
+
+
+def test_shown_samples_are_of_different_kinds(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten conversations with one picture come before the first with several."""
+    check(dataset, hf, "--show", "2")
+    first, second = re.findall(r"^sample (\w)\d of", capsys.readouterr().out, re.MULTILINE)
+    assert first in "ab" and second == "c"
+
+
+def test_shows_one_sample_by_its_key(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("c2", "000002.tar/c2"):
+        assert check(dataset, hf, "--show", key) == 0
+        out = capsys.readouterr().out
+        assert "漢字 too.</s>»" in out and "sample c2 of 000002.tar: trained on" in out and "packs" not in out
+    assert check(dataset, hf, "--show", "b7") == 2
+    assert re.search(r"sample b7 of 000001\.tar: left out\n.*picture", capsys.readouterr().out)
+    for key in ("000001.tar/c2", "000000007"):
+        assert check(dataset, hf, "--show", key) == 2
+        assert f"no sample {key} in the train part of" in capsys.readouterr().err
 
 
 class WrongTokens(SameTokens):
@@ -206,6 +225,7 @@ def test_packs_written_beforehand(hf: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_blends(hf: Path, tmp_path: Path) -> None:
+    """Shares and repetitions of a blend are reported for each dataset, with the samples of an epoch."""
     for name in "ab":
         good(tmp_path / name)
     blend = tmp_path / "blend.yaml"

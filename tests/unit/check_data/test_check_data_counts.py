@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from llava_mcore.check_data.examiner import Finding
 from llava_mcore.check_data.scan import LEAST_SAMPLES, choose
 from llava_mcore.check_data.tally import EXAMPLES, DatasetTally, Tally, bins, expected_fill, quantile
-from llava_mcore.data.loader.best_fit import LEVELS
 from llava_mcore.data.loader.datasets import Dataset, DatasetShard
+from llava_mcore.data.loader.packing import LEVELS
 
 COUNTS = st.dictionaries(st.integers(1, 5000), st.integers(1, 50), min_size=1, max_size=30).map(Counter)
 
@@ -68,6 +68,7 @@ def test_histogram_holds_everything_once(counts: Counter[int], number: int) -> N
 
 
 def test_fill() -> None:
+    """The expected fill of packs follows from the lengths; what is too long is not packed."""
     assert expected_fill(Counter({(64, 0): 5}), 64, 16) == 1
     assert expected_fill(Counter({(40, 0): 5}), 64, 16) == 40 / 64
     assert (expected_fill(Counter({(30, 0): 5, (34, 0): 5}), 64, 16) or 0) > 0.98

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
-from llava_mcore.checkpoint import deletion
+from llava_mcore.checkpoint import complete
 from llava_mcore.checkpoint.choose_start import StartPoint, start_point
 from llava_mcore.checkpoint.complete import (
     all_but,
@@ -60,6 +60,7 @@ def test_a_tracker_without_a_number_is_told_and_limits_nothing(tmp_path: Path, c
 
 
 def test_the_newest_complete_one_and_why_not_the_others(tmp_path: Path) -> None:
+    """Incomplete checkpoints are skipped, each with its reason."""
     assert newest_complete(tmp_path) is None and newest_complete(tmp_path / "nowhere") is None
     add(tmp_path, 5, 10, 15, 20, 25)
     choice = newest_complete(tmp_path)
@@ -150,7 +151,7 @@ def test_what_cannot_be_deleted_is_in_nobody_s_way(
     def rmtree(folder: Path) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
 
-    monkeypatch.setattr(deletion.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(complete.shutil, "rmtree", rmtree)
     add(tmp_path, 2, 4)
     for name in (".iter_0000002.deleted", ".iter_0000004.partial", ".iter_0000006.partial"):
         (tmp_path / name).mkdir()
@@ -171,11 +172,11 @@ def test_a_deletion_in_the_background_is_waited_for(tmp_path: Path) -> None:
     code = f"""
 import shutil, time
 from pathlib import Path
-from llava_mcore.checkpoint import deletion
+from llava_mcore.checkpoint import complete
 from llava_mcore.processes.control import exit_now
 rmtree = shutil.rmtree
 shutil.rmtree = lambda folder: (time.sleep(1), rmtree(folder))
-deletion.delete_in_background([Path({str(tmp_path / "old")!r})])
+complete.delete_in_background([Path({str(tmp_path / "old")!r})])
 exit_now(3)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3

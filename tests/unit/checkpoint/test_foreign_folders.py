@@ -172,6 +172,7 @@ def test_an_export_writes_nothing_elsewhere(
 def test_damaged_records(
     change: Callable[[dict[str, Any]], object], megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A damaged record of tensors is one message that names it."""
     change_record(iteration_folder(megatron, 0), change)
     assert export_hf.main(["--megatron-dir", str(megatron), "--hf-dir", str(tmp_path / "out")]) == 2
     assert "hf/tensors.json: " in capsys.readouterr().err

@@ -119,6 +119,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--fp8-vision", "training.fp8_vision", True),
     ("--deterministic", "training.deterministic", True),
     ("--train-samples 900", "training.train_samples", 900),
+    ("--train-epochs 0.5", "training.train_epochs", 0.5),
     ("--rampup-batch-size 2,2,100", "training.rampup_batch_size", "2,2,100"),
     ("--lr-decay-style WSD", "optimizer.lr_decay_style", "WSD"),
     ("--lr-wsd-decay-style linear", "optimizer.lr_wsd_decay_style", "linear"),
@@ -213,11 +214,12 @@ def test_a_trainers_flag_is_answered_with_ours(name: str) -> None:
 
 
 def test_several_trainers_flags_at_once() -> None:
+    """Flags of transformers' trainer are refused together, each with the flag that was probably meant."""
     typed = "--learning_rate 1e-4 --num_train_epochs 3 --bf16 --output_dir out --weight-decay=0.1"
     message = message_of(lambda: parse_command_line(typed.split(), "run.py"))
     expected = [
         "--lr",
-        "--train-samples or --train-iters",
+        "--train-epochs",
         "--precision bf16",
         "--save-dir",
         "optimizer.weight_decay=X",
@@ -339,6 +341,7 @@ def test_all_mistakes_come_in_one_error_with_their_origin(tmp_path: Path) -> Non
     ],
 )
 def test_unusable_file(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    """Duplicate keys, bad syntax and files that are no mapping are refused with a message."""
     (tmp_path / name).write_text(text)
     message = message_of(lambda: load_run_config(tmp_path / name))
     assert expected in message
@@ -346,6 +349,7 @@ def test_unusable_file(tmp_path: Path, name: str, text: str, expected: str) -> N
 
 
 def test_missing_file(tmp_path: Path) -> None:
+    """A file that does not exist is one message."""
     assert "cannot be read" in message_of(lambda: load_run_config(tmp_path / "none.yaml"))
 
 
@@ -378,6 +382,7 @@ def test_show_config_prints_what_config_reads(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_command_line_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help lists every command; a mistyped one is refused with a suggestion."""
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in COMMANDS)

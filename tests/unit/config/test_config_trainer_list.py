@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from llava_mcore.build.architectures.registry import folder_class
+from llava_mcore.build.options import ARCHITECTURES as BUILT
+from llava_mcore.build.options import BuildOptions
 from llava_mcore.cli import show_config
 from llava_mcore.config.load import config_fields, load_run_config
-from llava_mcore.config.rules.trainer_list import KEYS, MODEL_CLASSES, _RefusedValueError
+from llava_mcore.config.model_classes import MODEL_CLASSES
+from llava_mcore.config.rules.trainer_list import KEYS, _RefusedValueError
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.registry import ARCHITECTURES
 from tests.unit.config.test_config import message_of, values_of
@@ -79,6 +83,7 @@ def test_what_cannot_be_mapped_is_refused_key_by_key(tmp_path: Path) -> None:
 
 
 def test_mapped_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values of the other trainer's lists are read as ours."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("0\n")
     processor = {"processor_name": "/hf", "processor_modality": "vision", "processor_type": "qwen2_vl"}
@@ -149,10 +154,19 @@ def test_every_target_is_a_key_of_ours() -> None:
 
 @pytest.mark.parametrize("content", ["[]", '[{"type": "saver", "config": {}}]', '[{"type": "trainer"}]', "[1]"])
 def test_other_lists(tmp_path: Path, content: str) -> None:
+    """A list that is no configuration of that trainer is refused."""
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ConfigError, match="found a list that is not"):
         load_run_config(tmp_path / "a.json")
 
 
-def test_the_classes_are_those_of_the_registry() -> None:
-    assert {kind: x.model_class.__name__ for kind, x in ARCHITECTURES.items()} == MODEL_CLASSES
+def test_the_register_names_the_classes_of_transformers() -> None:
+    for model_type, row in MODEL_CLASSES.items():
+        architecture = ARCHITECTURES[model_type]
+        assert (architecture.config_class.model_type, architecture.model_class.__name__) == (model_type, row.name)
+    assert ARCHITECTURES.keys() == MODEL_CLASSES.keys()
+
+
+def test_a_build_writes_the_class_of_its_row() -> None:
+    for model_type in BUILT:
+        assert folder_class(BuildOptions(Path("out"), "text", architecture=model_type)).architecture == model_type

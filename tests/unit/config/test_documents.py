@@ -50,6 +50,7 @@ BAD: list[tuple[str, bytes, str]] = [
 def test_one_message(
     name: str, content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A bad file ends the command within seconds, with one message that names it."""
     (tmp_path / name).write_bytes(content)
     start = time.process_time()
     assert train.main(["--config", str(tmp_path / name)]) == 2

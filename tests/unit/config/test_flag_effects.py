@@ -18,7 +18,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.training import setup
-from llava_mcore.training.debug import describe
+from llava_mcore.training.diagnostics import describe
 from llava_mcore.training.optimization import optimizer
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -47,6 +47,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_optimizer(flags: tuple[str, ...], name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag's value reaches megatron-core's optimizer."""
     seen: list[Any] = []
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, chunks, **_: seen.append(config))
     chunk: Any = SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=False))
@@ -56,6 +57,7 @@ def test_optimizer(flags: tuple[str, ...], name: str, value: Any, monkeypatch: p
 
 @pytest.mark.parametrize(("flag", "backend"), [(None, "auto"), ("--fused-attn", "fused"), ("--flash-attn", "flash")])
 def test_attention_kernels(flag: str | None, backend: str, hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag chooses the attention backend of both parts."""
     seen: list[ModelOptions] = []
     config = load_hf_config(hf)
     groups: Any = SimpleNamespace(tp_size=1, pp_size=1, device=torch.device("cpu"))
@@ -71,6 +73,7 @@ def test_flags_that_would_do_nothing_here_are_refused() -> None:
 
 
 def test_token_ids(hf: Path) -> None:
+    """Given ids replace those of the folder; one that contradicts it is refused."""
     usual = load_assets(hf)
     assert (usual.pad_token_id, usual.plan.image_token_id) == (3, 4)
     assert load_assets(hf, pad_token_id=0).pad_token_id == 0
@@ -82,6 +85,7 @@ def test_token_ids(hf: Path) -> None:
 
 
 def test_first_batch_in_words() -> None:
+    """The first batch is described with its text and with which tokens are trained."""
     ids = torch.tensor([[5, 6, 7, 8]])
     batch: Any = SimpleNamespace(
         input_ids=ids,

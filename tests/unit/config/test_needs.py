@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "training.loss_scale": ("8", ["training.precision=fp16"]),
     "training.fp8_vision": ("true", ["training.fp8=true"]),
+    "training.epoch_samples": ("9", ["training.train_epochs=2"]),
     "training.fp8_recipe": ("blockwise", ["training.fp8=true"]),
     "training.fp8_format": ("e4m3", ["training.fp8=true"]),
     "training.fp8_maximum_over": ("tensor_parallel", ["training.fp8=true"]),
@@ -112,6 +113,7 @@ def test_a_file_that_a_run_wrote_holds_every_key_and_asks_for_nothing(tmp_path: 
 
 
 def test_all_at_once_and_with_the_other_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags without effect are listed together with everything else that is wrong."""
     typed = [
         "--fp8-format",
         "hybrid",

@@ -83,6 +83,7 @@ def test_one_broken_rule_gives_one_message(good: list[str], changes: list[str], 
 
 
 def test_the_precision_aware_optimizer(good: list[str]) -> None:
+    """It is refused without the distributed optimizer and in fp32."""
     there = ["parallel.use_distributed_optimizer=true", "optimizer.exp_avg_dtype=bf16", "optimizer.cpu_offload=true"]
     assert check_run(load_run_config(None, [*good, *AWARE, *there]), DIMS, world_size=8, device_available=True) == []
     found = check_run(load_run_config(None, [*good, *AWARE]), DIMS, world_size=8, device_available=True)

@@ -15,7 +15,7 @@ from llava_mcore.config.rules.all_rules import check_devices, check_layout, chec
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.inference.generation.settings import Settings
-from llava_mcore.models.limits import require_within
+from llava_mcore.models.language.decoder import require_within
 
 DIMS = ModelDims(
     num_layers=8,
@@ -124,6 +124,7 @@ def test_a_tower_that_does_not_divide_needs_the_option_that_the_message_names(go
 
 
 def test_widths_of_a_tower_in_fp8(good: list[str]) -> None:
+    """Widths of a divided tower that FP8 cannot multiply are refused; a whole tower's need not be divided."""
     dims = dataclasses.replace(DIMS, vision_hidden_size=64, vision_ffn_hidden_size=96)
     flags = ["training.fp8=true", "training.fp8_vision=true", "parallel.tensor_model_parallel_size=4"]
     found = check_run(load_run_config(None, [*good, *flags]), dims, world_size=8, device_available=True)
@@ -158,6 +159,7 @@ def test_a_model_refuses_what_its_window_would_hide() -> None:
 
 
 def test_sliding_window_shorter_than_the_sequence(good: list[str]) -> None:
+    """It is refused with the size of the window."""
     dims = dataclasses.replace(DIMS, sliding_window=1024)
     found = check_run(load_run_config(None, good), dims, world_size=8, device_available=False)
     assert len(found) == 1

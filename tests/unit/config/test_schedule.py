@@ -65,6 +65,7 @@ WARM = ("training.train_iters=10", "optimizer.lr_warmup_fraction=0.2", "optimize
 
 
 def test_shapes_of_the_schedule() -> None:
+    """Warm-up and each kind of decay give the learning rates of their formula."""
     linear = rates(run_of(*WARM, "optimizer.lr_decay_style=linear"), 11)
     assert linear == pytest.approx([0, 0.5, 1, *(1 - 0.9 * i / 8 for i in range(1, 9))])
     cosine = rates(run_of(*WARM), 11)

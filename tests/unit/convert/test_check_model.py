@@ -22,8 +22,7 @@ from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import CheckpointError, ConversionError
 from llava_mcore.models.model_table import mapping_table
-from llava_mcore.weights.sharding import ROW
-from llava_mcore.weights.table import Entry, MappingTable
+from llava_mcore.weights.table import ROW, Entry, MappingTable
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_classes import make_hf_internvl
 from tests.helpers.tiny_hf import make_hf_llava

@@ -16,20 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from llava_mcore.checkpoint.torch_dist_metadata import Chunk
 from llava_mcore.convert.io import import_jobs
-from llava_mcore.convert.io.byte_ranges import byte_ranges_of
-from llava_mcore.convert.io.export_jobs import Chunk
 from llava_mcore.errors import CheckpointError
-from llava_mcore.files import direct_writer as writer
 from llava_mcore.files import tensor_bytes as raw
-from llava_mcore.files.direct_writer import Writer
-from llava_mcore.files.safetensors_writer import DTYPES, plan_file, read_offsets, write_tensors
+from llava_mcore.files.hf_folder import DTYPES, plan_file, read_offsets, write_tensors
+from llava_mcore.files.tensor_bytes import Writer
 from llava_mcore.weights.layouts import Concat, FuseQKV, PadColumns, PadParts, PadRows, Reshape
-from llava_mcore.weights.sharding import COLUMN
-from llava_mcore.weights.slices import Scratch, TensorSlice, read_slice, slices_of_range
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.slices import Scratch, TensorSlice, byte_ranges_of, read_slice, slices_of_range
+from llava_mcore.weights.table import COLUMN, Entry
 
-BLOCK = writer._BLOCK
+BLOCK = raw._BLOCK
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 NAMES = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda x: x != "__metadata__"
@@ -99,8 +96,8 @@ def test_what_is_written_lies_where_it_belongs_and_nothing_else_changes(
     before = np.full(60 * BLOCK, 7, np.uint8)
     before.tofile(folder / "y")
     with pytest.MonkeyPatch.context() as patch, Writer() as out:
-        patch.setattr(writer, "_BUFFER", buffer)
-        patch.setattr(writer, "_DIRECT_FROM", 3000)
+        patch.setattr(raw, "_BUFFER", buffer)
+        patch.setattr(raw, "_DIRECT_FROM", 3000)
         patch.setattr(raw, "_WINDOW", 5000)
         patch.setattr(raw, "_ROWS", 1000)
         play(disk, patch)

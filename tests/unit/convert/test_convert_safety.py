@@ -22,8 +22,9 @@ from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.io import export_jobs, import_jobs, streamed_save
 from llava_mcore.errors import ConversionError
-from llava_mcore.files import hf_folder as hf_files
+from llava_mcore.files import atomic
 from llava_mcore.files import tensor_bytes as raw
+from llava_mcore.files.hf_folder import HfFolder
 from tests.helpers.conversions import kill_after, time_convert
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -111,6 +112,7 @@ def test_a_failed_write_is_one_message_and_leaves_nothing(
 @pytest.mark.skipif(os.getuid() != 0, reason="only root mounts a small disk")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """A disk that is too small is refused at once; one that fills up meanwhile is one message, and no file is left."""
     hf, megatron = folders
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -120,7 +122,7 @@ def test_a_full_disk(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: py
         with pytest.raises(ConversionError, match=r"import needs 0.07 GB, but 0.00 GB are free there"):
             import_hf(hf, disk / "m", workers=workers)
         # Somebody else fills the disk meanwhile:
-        monkeypatch.setattr(hf_files, "require_room", lambda *_, **__: None)
+        monkeypatch.setattr(atomic, "require_room", lambda *_, **__: None)
         monkeypatch.setattr(streamed_save, "FILE_BYTES", 200_000)
         with pytest.raises(ConversionError, match=r"failed, and its files were removed: .*No space left"):
             import_hf(hf, disk / "m", workers=workers)
@@ -153,7 +155,7 @@ def test_verification_names_a_tensor_that_was_written_wrongly(
         x = data[0].map() if isinstance(data, tuple) else data
         return raw.as_bytes(x.mT if x.shape[-2:] == (64, 64) and x.flatten()[0] == first else data)
 
-    first = hf_files.HfFolder.open(hf).get(LAYER + "self_attn.o_proj.weight")[0, 0]
+    first = HfFolder.open(hf).get(LAYER + "self_attn.o_proj.weight")[0, 0]
     monkeypatch.setattr(export_jobs, "as_bytes", transposed)
     with pytest.raises(ConversionError) as caught:
         export_hf(megatron, tmp_path / "out", verify=True)
@@ -165,7 +167,7 @@ def test_verification_names_a_tensor_that_rotted_in_the_checkpoint(folders: tupl
     hf, _ = folders
     megatron = tmp_path / "m"
     checkpoint = import_hf(hf, megatron)
-    tensor = hf_files.HfFolder.open(hf).get(LAYER + "mlp.down_proj.weight")
+    tensor = HfFolder.open(hf).get(LAYER + "mlp.down_proj.weight")
     path = checkpoint / "__0_1.distcp"
     flip(path, path.read_bytes().index(tensor.numpy().tobytes()) + 100)
     with pytest.raises(ConversionError) as caught:

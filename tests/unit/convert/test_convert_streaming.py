@@ -14,12 +14,12 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.dist import load_weights, save_state
-from llava_mcore.checkpoint.manifest import read_manifest
+from llava_mcore.checkpoint.identity import read_manifest
+from llava_mcore.checkpoint.torch_dist_metadata import Chunk
 from llava_mcore.convert import jobs as conversion
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.convert.io import streamed_save
-from llava_mcore.convert.io.export_jobs import Chunk
+from llava_mcore.convert.io import export_jobs, streamed_save
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -74,7 +74,7 @@ def zip_by_key(a: dict[Any, Any], b: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 def test_any_number_of_workers_writes_the_same_files(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_save, "FILE_BYTES", 60_000)
-    monkeypatch.setattr(conversion, "JOB_BYTES", 60_000)
+    monkeypatch.setattr(export_jobs, "JOB_BYTES", 60_000)
     written = {}
     for workers in (1, 3):
         checkpoint = import_hf(hf, tmp_path / f"m{workers}", tensor_parallel=2, workers=workers, verify=True)
@@ -115,6 +115,7 @@ def test_the_manifest_holds_the_hash_of_every_tensor_as_imported(hf: Path, tmp_p
 
 
 def test_files_of_a_given_size(hf: Path, tmp_path: Path) -> None:
+    """An export is divided into files of at most the given size, with an index."""
     import_hf(hf, tmp_path / "m")
     export_hf(tmp_path / "m", tmp_path / "out", max_shard_size="100KB", verify=True)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -24,8 +24,8 @@ from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.registry import texts_of_any_class
 from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class
-from llava_mcore.training import layer_choice
-from llava_mcore.training.layer_choice import transformer_impl
+from llava_mcore.training import model_options
+from llava_mcore.training.model_options import transformer_impl
 from llava_mcore.weights.layouts import Copy
 from llava_mcore.weights.table import Entry
 from tests.helpers.photos import CHINA
@@ -179,7 +179,7 @@ def test_layers_of_transformer_engine_are_not_used_where_they_cannot_compute(gem
 
 def test_kernels_need_a_compiler(phi: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(layer_choice, "HAVE_TE", True)
+    monkeypatch.setattr(model_options, "HAVE_TE", True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     run = run_config(1, 1, "", "", **{"model.transformer_impl": None})

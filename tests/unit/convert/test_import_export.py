@@ -171,7 +171,9 @@ def test_command_line_errors_are_one_message_and_exit_code_2(
 
     here = str(tmp_path)
     nothing = failing(import_command.main, "--hf-dir", f"{here}/no", "--megatron-dir", f"{here}/m")
-    assert "no config.json" in nothing and "Traceback" not in nothing
+    assert "no config.json" in nothing and "Traceback" not in nothing and "hf download" not in nothing
+    hub = failing(import_command.main, "--hf-dir", "llava-hf/llava-1.5-7b-hf", "--megatron-dir", f"{here}/m")
+    assert "hf download llava-hf/llava-1.5-7b-hf --local-dir llava-1.5-7b-hf" in hub
     full = failing(import_command.main, "--hf-dir", str(hf), "--megatron-dir", here)
     assert "never overwrites" in full
     untracked = failing(export_command.main, "--megatron-dir", here, "--hf-dir", f"{here}/out")
@@ -184,6 +186,7 @@ def test_command_line_errors_are_one_message_and_exit_code_2(
 
 
 def test_a_damaged_file_and_a_damaged_checkpoint(hf: Path, tmp_path: Path) -> None:
+    """Both are refused with a message that names them."""
     import_hf(hf, tmp_path / "m")
     checkpoint, _ = latest_checkpoint(tmp_path / "m")
     (checkpoint / "metadata.json").unlink()

@@ -27,8 +27,8 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import single_process
-from llava_mcore.weights.fused_norms import FUSED_NORMS
-from llava_mcore.weights.sharding import Shard
+from llava_mcore.weights.names import FUSED_NORMS
+from llava_mcore.weights.table import Shard
 from tests.helpers.tiny_hf import make_hf_llava
 
 
@@ -164,6 +164,7 @@ def test_a_config_alone_describes_a_checkpoint(hf: Path, tmp_path: Path, capsys:
 
 
 def test_tied_embeddings_on_two_stages(tied: Path, tmp_path: Path) -> None:
+    """The matrix that both stages hold is exported once, bit for bit."""
     megatron = legacy_folder(tied, tmp_path, tp=2, pp=2, fused=False)
     export_hf(megatron, tmp_path / "out", hf_config=tied)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tied / "model.safetensors").read_bytes()

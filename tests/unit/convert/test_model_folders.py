@@ -18,9 +18,8 @@ from llava_mcore.convert.companions import model_companions, text_companions, up
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConversionError
-from llava_mcore.files.companions import copy_files
+from llava_mcore.files.hf_files import INDEX, SINGLE, copy_files
 from llava_mcore.files.hf_folder import HfFolder
-from llava_mcore.files.weight_files import INDEX, SINGLE
 from llava_mcore.models.whole_folder import open_whole_folder
 from tests.helpers.tiny_hf import make_hf_llava
 

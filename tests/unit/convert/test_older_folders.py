@@ -14,10 +14,9 @@ from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.pixel_range import FRAMES, PICTURES, write_pixel_range
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.data.processors.pixel_range import FRAMES, IMAGES, write_pixel_range
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, normalize
 from llava_mcore.media.media import VideoShape
-from llava_mcore.media.pixels import normalize
 from tests.helpers.class_checks import batch_of
 from tests.helpers.older_folders import as_published
 from tests.helpers.tiny_hf import make_onevision
@@ -74,6 +73,7 @@ def test_an_image_processor_whose_name_says_nothing(folders: dict[str, Path], tm
 
 
 def test_an_older_folder_of_onevision(tmp_path: Path) -> None:
+    """A folder as it was first published gives the tokens of its processor, also for videos."""
     folder = as_published(make_onevision(tmp_path / "hf"), tmp_path / "old")
     assets, theirs = load_assets(folder), AutoProcessor.from_pretrained(folder)
     assert "<video>" not in assets.refused and assets.video_pixels == PixelRange()
@@ -100,7 +100,7 @@ def test_ranges_are_written_where_pictures_and_videos_share_a_file(folders: dict
     write_pixel_range(folder, PixelRange(900, 3000), FRAMES)
     assets = load_assets(folder)
     assert assets.pixels == PixelRange(*OLDER.values()) and assets.video_pixels == PixelRange(900, 3000)
-    write_pixel_range(folder, PixelRange(800, 2000), PICTURES)
+    write_pixel_range(folder, PixelRange(800, 2000), IMAGES)
     assets = load_assets(folder)
     assert assets.pixels == PixelRange(800, 2000) and assets.video_pixels == PixelRange(900, 3000)
     theirs = AutoProcessor.from_pretrained(folder)

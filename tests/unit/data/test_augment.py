@@ -18,12 +18,12 @@ from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.config.sections.augment import TransformConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.augment import REFUSED, Augmentation, PictureKey, offered
-from llava_mcore.data.encode.images import decode_pixels, noise
-from llava_mcore.data.encode.placeholders import media_tokens
-from llava_mcore.data.encode.preprocess import ImagePreprocessor
+from llava_mcore.data.encode.augment import REFUSED, Augmentation, ImageKey, offered
+from llava_mcore.data.encode.tokens import media_tokens
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.loader.validation_data import ValidationData
+from llava_mcore.data.processors.image_processor import ImagePreprocessor
+from llava_mcore.data.processors.images import decode_pixels, noise
 from llava_mcore.data.samples import Batch, MediaSpan, Video
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.launch.preflight import preflight
@@ -71,6 +71,7 @@ def pictures(batches: list[Batch]) -> dict[str, list[Tensor]]:
 
 
 def test_off_by_default(dataset: Path, assets: Assets) -> None:
+    """Without transforms, pictures are those of the processor."""
     assert DataConfig().augment == ()
     plain = take(open_loader(dataset, assets), 30)
     assert_equal(take(open_loader(dataset, assets, augment=()), 30), plain)
@@ -168,7 +169,7 @@ def test_global_random_numbers_are_left_alone(dataset: Path, assets: Assets) -> 
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(DataError, match="GaussianBlur cannot be applied to a picture of 2 x 1 pixels"):
         blur = Augmentation(transforms({"name": "GaussianBlur", "kernel_size": 5}))
-        blur(torch.zeros(3, 1, 2, dtype=torch.uint8), PictureKey(0, 0, "a", 0, 0))
+        blur(torch.zeros(3, 1, 2, dtype=torch.uint8), ImageKey(0, 0, "a", 0, 0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -180,7 +181,7 @@ def test_number_of_threads_changes_nothing() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append([augmentation(pixels, PictureKey(1, 0, str(n), 0, 0)) for n in range(4)])
+            results.append([augmentation(pixels, ImageKey(1, 0, str(n), 0, 0)) for n in range(4)])
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -190,8 +191,8 @@ def test_number_of_threads_changes_nothing() -> None:
 @pytest.mark.parametrize("field", range(5))
 def test_every_part_of_the_key_matters(field: int) -> None:
     augmentation, pixels = Augmentation(transforms(*JITTER)), v2.functional.pil_to_tensor(noise(40, 30))
-    key = PictureKey(1, 0, "a", 0, 0)
-    other = PictureKey(*("b" if i == field == 2 else 7 if i == field else value for i, value in enumerate(key)))
+    key = ImageKey(1, 0, "a", 0, 0)
+    other = ImageKey(*("b" if i == field == 2 else 7 if i == field else value for i, value in enumerate(key)))
     assert torch.equal(augmentation(pixels, key), augmentation(pixels, key))
     assert not torch.equal(augmentation(pixels, key), augmentation(pixels, other))
 
@@ -226,7 +227,7 @@ def test_frames_of_a_video_have_the_same_draws(assets: Assets, monkeypatch: pyte
     frame = io.BytesIO()
     noise(60, 40).save(frame, "PNG")
     clip = Video((frame.getvalue(),) * 3)
-    augment = partial(Augmentation(transforms({"name": "GaussianNoise"})), key=PictureKey(1, 0, "a", 0, 0))
+    augment = partial(Augmentation(transforms({"name": "GaussianNoise"})), key=ImageKey(1, 0, "a", 0, 0))
     tokens = span(assets, frame.getvalue()).tokens
     plain, noisy = (assets.images.tiles([MediaSpan(clip, 0, tokens, augment=x)]) for x in (None, augment))
     assert plain.shape == noisy.shape == (3, 3, 40, 60)
@@ -248,7 +249,7 @@ def test_what_is_offered_can_be_used(name: str) -> None:
     augmentation = Augmentation(transforms({"name": name, **NEEDED.get(name, {})}))
     pixels = v2.functional.pil_to_tensor(noise(64, 48))
     for index in range(8):
-        result = augmentation(pixels, PictureKey(0, 0, "a", 0, index))
+        result = augmentation(pixels, ImageKey(0, 0, "a", 0, index))
         assert result.dtype == torch.uint8 and result.shape == pixels.shape
 
 
@@ -258,6 +259,7 @@ def test_refused_classes_exist() -> None:
 
 
 def test_all_problems_at_once() -> None:
+    """All wrong transforms are listed in one message."""
     message = refusal(
         {"name": "ColourJitter"},
         {"name": "Resize", "size": 224},

@@ -190,5 +190,6 @@ def test_prompts_are_spread_evenly_and_stay_the_same() -> None:
 
 
 def test_unknown_pool() -> None:
+    """A pool of prompts that does not exist is refused with the nearest name."""
     with pytest.raises(DataError, match=r"prompt_pool 'captions': no such pool of prompts \(did you mean caption\?\)"):
         choose_prompt("captions", "en", "000001", 1)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Encoding, Tokenizer
 
-from llava_mcore.data.encode.text.spans import tokens_in_span
+from llava_mcore.data.encode.tokens import tokens_in_span
 from tests.helpers.chat_cases import TINY
 
 PIECES = ["is", " the", "  ", "\n", " ", "漢", "é", "🙂", "</s>", "<image>", "a", "tiny test", "\n\n "]

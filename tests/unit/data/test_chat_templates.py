@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from llava_mcore.data.encode.chat_format import ChatFormat
-from llava_mcore.data.encode.text.tokens import ChatTokens
+from llava_mcore.data.encode.tokens import ChatTokens
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.templates.named import NAMES, SPECIAL_TOKENS, missing_tokens, named_template
@@ -207,6 +207,7 @@ def test_masks_of_trimmed_offsets(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_with_smollm2(name: str) -> None:
+    """With a real tokenizer exactly the answers are trained."""
     tokenizer = real_smollm2()
     assert_real(tokenizer, name)
 
@@ -221,6 +222,7 @@ def real_smollm2() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_with_mistral(name: str, tmp_path: Path) -> None:
+    """With Mistral's own tokenizer exactly the answers are trained."""
     tokenizer = mistral_v1(tmp_path)
     if tokenizer is None:
         pytest.skip("the package mistral-common is not installed")

@@ -17,11 +17,11 @@ from sklearn.datasets import load_sample_images
 from transformers import LlavaProcessor
 
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.picture_header import picture_size
+from llava_mcore.data.processors.image_header import image_size
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.samples import IMAGE_MARK, Turn
 from llava_mcore.errors import DataError
-from llava_mcore.media.pixels import normalize
+from llava_mcore.media.batch_fields import normalize
 from tests.helpers.encoding import encoded, tiles
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava
 from tests.unit.data.test_data_shards import picture
@@ -102,11 +102,13 @@ def test_processor_that_does_not_normalize(copy: Path) -> None:
     "data", [b"", b"no picture", picture(0)[:400], picture(0, "PNG")[:60], picture(0, "PNG")[:-30]]
 )
 def test_broken_pictures(data: bytes, assets: Assets) -> None:
+    """A picture that cannot be decoded is a DataError with its size in bytes."""
     with pytest.raises(DataError, match=f"the picture cannot be decoded \\({len(data)} bytes\\)"):
         tiles(assets.images, [data])
 
 
 def test_decompression_bomb(assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture beyond Pillow's limit is refused."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DataError, match="decompression bomb"):
         tiles(assets.images, [picture(0)])
@@ -185,6 +187,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_folders(case: str, copy: Path) -> None:
+    """Each kind of damage to a folder is refused with its own message."""
     damage, message = WRONG[case]
     damage(copy)
     with pytest.raises(DataError, match=message):
@@ -209,6 +212,7 @@ def test_folder_with_only_a_tokenizer_is_completed_by_the_checkpoint(folder: Pat
 
 
 def test_legacy_chat_template_file(copy: Path) -> None:
+    """chat_template.json is read where there is no chat_template.jinja."""
     (copy / "chat_template.jinja").unlink()
     (copy / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     assert load_assets(copy).chat.content_format["user"] == "list"
@@ -217,6 +221,6 @@ def test_legacy_chat_template_file(copy: Path) -> None:
 def test_size_is_read_from_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     data = picture(0)
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
-    assert picture_size(data) == picture_size(data[:-20])
+    assert image_size(data) == image_size(data[:-20])
     with pytest.raises(DataError, match="no known format"):
-        picture_size(b"nothing")
+        image_size(b"nothing")

@@ -15,7 +15,7 @@ from tokenizers import processors
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from llava_mcore.data.encode.chat_format import ChatFormat
-from llava_mcore.data.encode.text.tokens import ChatTokens
+from llava_mcore.data.encode.tokens import ChatTokens
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import DataError
 from tests.helpers.chat_cases import sentencepiece_like, trimmed_byte_level
@@ -150,6 +150,7 @@ def trained(format_: ChatFormat, tokens: ChatTokens, tokenizer: PreTrainedTokeni
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
 @pytest.mark.parametrize("case_name", CASES)
 def test_ids_and_mask_of_every_template(case_name: str, tokenizer_name: str, image: bool) -> None:
+    """Ids are those of the rendered text, and exactly the answer is trained."""
     case = CASES[case_name]
     processor, format_ = processor_and_format(tokenizer_name, case_name)
     assert (format_.content_format["user"], format_.content_format["assistant"]) == case.formats
@@ -216,6 +217,7 @@ def test_answer_with_the_eos_text_in_it_is_learnt_whole() -> None:
 
 
 def test_every_turn_and_every_picture() -> None:
+    """Every answer is trained, and every picture has its tokens at its place."""
     processor, format_ = processor_and_format("byte level", "marks with EOS")
     turns = [
         Turn("user", f"{IMAGE_MARK}\n{IMAGE_MARK}\nCompare."),
@@ -264,6 +266,7 @@ SYSTEM_OF_TEXT = (
 
 @pytest.mark.parametrize("ending", ["| trim", "+ '.'"])
 def test_system_prompts_of_plain_text(ending: str) -> None:
+    """A system prompt keeps what the template puts after it."""
     format_ = ChatFormat(make_tokenizer(), SYSTEM_OF_TEXT.replace("SEP", ending), image_token="<image>")
     text = format_.render([Turn("system", "Be kind"), *vqa("q", "a", image=True)])
     assert text.startswith(f"[system]Be kind{'.' if '.' in ending else ''}[user]<image>q")

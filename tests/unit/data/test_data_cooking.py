@@ -23,6 +23,7 @@ def message(role: str, text: str) -> dict[str, str]:
 
 
 def test_conversation_with_pictures_anywhere() -> None:
+    """Pictures are taken in the order of their numbers, wherever the text has them."""
     messages = [
         message("system", "Be brief."),
         message("user", "Compare <image> and <image>."),
@@ -73,6 +74,7 @@ BROKEN: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("json", "reason"), BROKEN)
 def test_broken_samples(json: Any, reason: str) -> None:
+    """A sample that cannot be used is refused with its reason."""
     with pytest.raises(DataError, match=reason):
         cook_chat(raw(json))
 
@@ -94,6 +96,7 @@ def test_picture_parts_that_have_no_order() -> None:
     ],
 )
 def test_question_from_a_pool(sample: dict[str, Any]) -> None:
+    """A sample without a question gets one from the pool, after its picture."""
     (found,) = cook_chat(sample).conversations
     prompt = POOLS["caption"]["en"][0]
     assert with_prompt(found.turns, prompt) == (Turn("user", f"<image>\n{prompt}"), Turn("assistant", "a"))
@@ -131,6 +134,7 @@ def test_a_pack_shares_its_videos() -> None:
 
 
 def test_a_question_about_a_video() -> None:
+    """A video stands before the question unless the question says where."""
     about = {"question": "Why?", "videos": [clip("0.jpg")]}
     (found,) = cook_chat(raw(about, txt="a") | {"0.jpg": b"x", "1.jpg": b"y"}).conversations
     assert [turn.text for turn in found.turns] == ["<image>\n<video>\nWhy?", "a"]
@@ -163,6 +167,7 @@ BROKEN_VIDEOS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("videos", "reason"), BROKEN_VIDEOS)
 def test_broken_videos(videos: Any, reason: str) -> None:
+    """A list of videos that cannot be used is refused with its reason."""
     about = {"messages": [message("user", "<video>"), ASSISTANT], "videos": videos}
     parts: dict[str, Any] = {} if videos in ([], None) else {"0.jpg": b"x"}
     with pytest.raises(DataError, match=reason):

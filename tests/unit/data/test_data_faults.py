@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
-from llava_mcore.training.faults.skipped_samples import SkipBudget
+from llava_mcore.training.fetch import SkipBudget
 from tests.helpers.batches import FakeBatch
 from tests.unit.data.test_data_loader import check_batch, open_loader, take
 from tests.unit.data.test_data_shards import make_vqa, picture, prepare, select_shards, vqa_sample, write_shard
@@ -135,6 +135,7 @@ def test_too_long_may_be_cut_or_end_the_run(faulty: Path, assets: Assets) -> Non
 
 
 def test_nothing_but_broken_samples(assets: Assets, tmp_path: Path) -> None:
+    """After 100 in a row the loader gives up with one message, in a process of its own too."""
     write_shard(tmp_path / "000000.tar", (vqa_sample(n, txt=" ") for n in range(4)))
     prepare(tmp_path)
     messages = []

@@ -15,9 +15,9 @@ import torch
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.processors import PROCESSOR_FILES
 from llava_mcore.data.loader.train_loader import FORMAT, TrainLoader
 from llava_mcore.data.loader.turns import default_num_streams
+from llava_mcore.data.processors.load import PROCESSOR_FILES
 from llava_mcore.data.samples import Batch
 from llava_mcore.errors import ConfigError, DataError
 from tests.helpers.conversions import forkserver
@@ -403,6 +403,7 @@ def test_pictures_and_text_mix_in_one_dataset(mixed: Path, assets: Assets) -> No
 
 
 def test_batches_of_text_only(mixed: Path, assets: Assets) -> None:
+    """Batches without pictures have empty pixels and no placeholder."""
     for batch in take(open_loader(mixed / "text", assets), 3):
         check_batch(batch, assets)
         assert batch.media["pixel_values"].shape == (0, 3, 56, 56) and batch.media["feature_positions"].shape == (0,)

@@ -100,6 +100,7 @@ def test_url_survives_configuration_files(tmp_path: Path) -> None:
 def test_same_batches_as_from_the_folder(
     bucket: Path, assets: Assets, store: ObjectStore, configure: Configure, workers: int
 ) -> None:
+    """An object store gives the batches of the same folder, also after a resume."""
     configure(store)
     local = open_loader(bucket / "digits", assets)
     remote = open_loader("msc://digits/digits", assets, workers=workers)
@@ -112,6 +113,7 @@ def test_same_batches_as_from_the_folder(
 
 
 def test_every_kind_of_url(bucket: Path, store: ObjectStore, configure: Configure) -> None:
+    """Datasets and blends are found by every kind of URL, with the fingerprint of the folder."""
     configure(store)
     leaf = EPath("msc://digits/digits")
     assert check_dataset("msc://digits/digits") == [leaf]
@@ -194,6 +196,7 @@ def test_forked_process_shares_no_connection(store: ObjectStore, configure: Conf
 def test_loader_process_that_hangs_longer_than_allowed(
     assets: Assets, store: ObjectStore, configure: Configure
 ) -> None:
+    """It ends in one message after data.timeout."""
     configure(store, read_timeout=60)
     loader = open_loader("msc://digits/digits", assets, workers=1, timeout=1)
     store.silent.set()
@@ -220,6 +223,7 @@ def test_what_is_wrong_is_said(bucket: Path, store: ObjectStore, configure: Conf
 
 
 def test_incomplete_upload(bucket: Path, store: ObjectStore, configure: Configure, tmp_path: Path) -> None:
+    """Every file that is missing or cut off is listed."""
     store.root = Path(shutil.copytree(bucket, tmp_path / "copy"))
     configure(store)
     folder = store.root / "digits"

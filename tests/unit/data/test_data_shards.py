@@ -90,6 +90,7 @@ def test_unprepared_folder_is_told_how_to_prepare(tmp_path: Path) -> None:
 
 
 def test_half_prepared_and_empty(tmp_path: Path) -> None:
+    """A dataset without shards or without its files of `prepare` is refused with what to do."""
     make_vqa(tmp_path, shards=1, samples=1)
     assert check_dataset(tmp_path) == [tmp_path]
     select_shards(tmp_path)
@@ -132,6 +133,7 @@ def test_every_entry_of_a_blend_is_checked(tmp_path: Path) -> None:
 
 
 def test_fingerprint_of_blends_within_a_blend(tmp_path: Path) -> None:
+    """It changes with every entry of the inner blend."""
     for name in ("a", "b"):
         make_vqa(tmp_path / name, shards=1, samples=1)
     outer, inner, known = tmp_path / "outer.yaml", tmp_path / "inner.yaml", []

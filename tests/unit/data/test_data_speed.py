@@ -21,17 +21,17 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import CLIPImageProcessor, SiglipImageProcessor
 
-from llava_mcore.data.encode import images as images_module
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.images import decode_image, decode_pixels, is_plain_jpeg
-from llava_mcore.data.encode.preprocess import ImagePreprocessor
 from llava_mcore.data.loader import streams
-from llava_mcore.data.loader.pixel_buffers import Buffered, PixelBuffers
+from llava_mcore.data.loader.source import Buffered, PixelBuffers
+from llava_mcore.data.processors import images as images_module
+from llava_mcore.data.processors.image_processor import ImagePreprocessor
+from llava_mcore.data.processors.images import decode_image, decode_pixels, is_plain_jpeg
 from llava_mcore.data.samples import Batch
-from llava_mcore.data.storage.open_shards import OPEN_SHARDS
+from llava_mcore.data.storage.tar_files import OPEN_SHARDS
 from llava_mcore.errors import DataError
+from llava_mcore.media.batch_fields import normalize
 from llava_mcore.media.media import SameTokens
-from llava_mcore.media.pixels import normalize
 from tests.helpers.encoding import tiles
 from tests.unit.data.test_data_loader import assert_equal, open_loader, take
 from tests.unit.data.test_data_shards import make_vqa

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from tests.helpers.out_of_tree import Copy, blocks
 
-FILE = "llava_mcore/data/encode/own_transforms.py"
+FILE = "llava_mcore/data/encode/augment.py"
 TABLE = "OWN_TRANSFORMS: dict[str, type[OwnTransform]] = {}\n"
 PROGRAM = """\
 import json, sys
 import torch
 from llava_mcore.config.load import load_run_config
-from llava_mcore.data.encode.augment import Augmentation, PictureKey
+from llava_mcore.data.encode.augment import Augmentation, ImageKey
 from llava_mcore.errors import ConfigError
 
 transforms = load_run_config(None, [sys.argv[1]]).data.augment
 augmentation, pixels = Augmentation(transforms), torch.full((3, 60, 80), 200, dtype=torch.uint8)
-results = [augmentation(pixels, PictureKey(1, 0, key, 0, 0)) for key in "aab"]
+results = [augmentation(pixels, ImageKey(1, 0, key, 0, 0)) for key in "aab"]
 problem = ""
 try:
     Augmentation(load_run_config(None, [sys.argv[2]]).data.augment)

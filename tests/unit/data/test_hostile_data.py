@@ -23,8 +23,8 @@ from PIL import Image
 from llava_mcore.cli import prepare as prepare_app
 from llava_mcore.config.sections.data import DataConfig, Limits
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.images import decode_image
 from llava_mcore.data.loader.train_loader import TrainLoader
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.storage.dataset_path import num_names
 from llava_mcore.errors import ConfigError, DataError, LlavaMcoreError
 from llava_mcore.templates.bounded import check_bounds
@@ -195,6 +195,7 @@ def stored(name: str) -> Callable[[Path], Path]:
 
 @pytest.mark.parametrize("name", ["pipe.jpg", "zero.jpg", "holes.jpg"])
 def test_pictures_beside_the_shards(name: str, assets: Assets, tmp_path: Path) -> None:
+    """A reference to such a file is left out with a reason that names it, by training and by the check."""
     path = stored(name)(tmp_path)
     data = DataConfig(path=path, seq_length=512, num_workers=0, shuffle_buffer_size=0, num_streams=1)
     loader = TrainLoader(data, assets, micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
@@ -286,6 +287,7 @@ LARGE = [("more than is allowed", "601 characters"), ("more than is allowed", "o
 
 
 def test_lines_and_lists(tmp_path: Path) -> None:
+    """Rows that are too large or nested too deeply are left out, each with its reason."""
     rows = bad_rows()
     (tmp_path / "rows.jsonl").write_text("\n".join([*rows, '{"messages": ' + "[" * 9_000]))
     (tmp_path / "rows.json").write_text("[" + ",\n".join(rows) + "]")
@@ -297,6 +299,7 @@ def test_lines_and_lists(tmp_path: Path) -> None:
 
 
 def test_tables(tmp_path: Path) -> None:
+    """Rows of Parquet and Arrow that are too large are left out, each with its reason."""
     rows = [json.loads(row) for row in bad_rows()]
     table = pa.table({"messages": [row["messages"] for row in rows], "image": [None, None, b"x" * 30_000, None]})
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -308,6 +311,7 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def test_folders_of_parts(tmp_path: Path) -> None:
+    """Pipes, devices, broken links and huge files are left out, each with its reason."""
     folder = tmp_path / "in"
     folder.mkdir()
     for number in range(6):
@@ -363,6 +367,7 @@ LISTS = {
 
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_sources(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hostile list is refused with one message that names it."""
     (tmp_path / "list.yaml").write_text(LISTS[name])
     assert prepare_app.main([str(tmp_path / "list.yaml"), "--out", str(tmp_path / "out")]) == 2
     assert "list.yaml" in capsys.readouterr().err
@@ -370,25 +375,27 @@ def test_lists_of_sources(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 # -- folders of models -----------------------------------------------------------------------------------------------
 
-TEMPLATES = {
-    "a text times a number": ("{{ 'a' * 99999999999 }}", "memory"),
+TEMPLATES = {  # name -> template, what the message says, and the seconds that it may take
+    "a text times a number": ("{{ 'a' * 99999999999 }}", "memory", 60),
     "a text that doubles": (
         "{% set n = namespace(a='x') %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
         "memory",
+        60,
     ),
-    "a filter": ("{{ 'a'.ljust(9999999999) }}", "memory"),
+    "a filter": ("{{ 'a'.ljust(9999999999) }}", "memory", 60),
     "loops in loops": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "more than 2 s",
+        2,
     ),
-    "a long text": ("{% for a in range(99999) %}{{ 'x' * 99 }}{% endfor %}", "characters"),
+    "a long text": ("{% for a in range(99999) %}{{ 'x' * 99 }}{% endfor %}", "characters", 60),
 }
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_take_too_much(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    template, reason = TEMPLATES[name]
-    monkeypatch.setattr("llava_mcore.templates.bounded.MOST_SECONDS", 2 if "2 s" in reason else 60)
+    template, reason, seconds = TEMPLATES[name]
+    monkeypatch.setattr("llava_mcore.templates.bounded.MOST_SECONDS", seconds)
     with pytest.raises(ConfigError, match=reason):
         check_bounds(template, "somewhere")
 
@@ -406,6 +413,7 @@ def test_a_folder_whose_template_takes_too_much(hf: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "processor_config.json"])
 def test_folders_with_odd_files(name: str, hf: Path, tmp_path: Path) -> None:
+    """A pipe, a device or deeply nested JSON in the place of a file is refused by name."""
     subprocess.run(["cp", "-r", f"{hf}/.", tmp_path], check=True)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)

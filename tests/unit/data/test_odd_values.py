@@ -46,6 +46,7 @@ def read(folder: Path) -> None:
 
 @pytest.mark.parametrize("case", EACH_CLASS, ids=lambda case: case.architecture)
 def test_changed_values(case: Any, tmp_path: Path) -> None:
+    """A folder with one odd value is read or refused with our own message, never a traceback."""
     make_case(case, tmp_path)
     read(tmp_path)
     texts = {name: (tmp_path / name).read_text() for name in CONFIGS if (tmp_path / name).is_file()}

@@ -13,8 +13,8 @@ from megatron.energon.epathlib import EPath
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
-from llava_mcore.data.storage import open_shards
-from llava_mcore.data.storage.open_shards import OpenShards
+from llava_mcore.data.storage import tar_files
+from llava_mcore.data.storage.tar_files import OpenShards
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import allowed_files
 from tests.helpers.bad_data_makers import index, messages, write_tar
@@ -44,7 +44,7 @@ def test_a_blend_keeps_to_what_the_process_may_open(tmp_path: Path, monkeypatch:
         dataset(tmp_path / name, 24)
     blend = tmp_path / "blend.yaml"
     blend.write_text(BLEND % ", ".join(f"{{weight: 1, path: ./{name}}}" for name in ("a", "b")))
-    monkeypatch.setattr(open_shards, "allowed_files", lambda: 80)
+    monkeypatch.setattr(tar_files, "allowed_files", lambda: 80)
     monkeypatch.setattr("llava_mcore.data.storage.shard_reader.OPEN_SHARDS", OpenShards())
     data = DataConfig(path=blend, num_workers=0, seq_length=64, shuffle_buffer_size=8, num_streams=8)
     loader = TrainLoader(data, load_assets(tmp_path / "hf"), micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
@@ -69,14 +69,14 @@ def test_the_limit_is_raised_as_far_as_the_system_lets_us() -> None:
 
 def test_when_others_use_up_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [EPath(dataset(tmp_path / "a", 24) / f"{shard:06d}.tar") for shard in range(24)]
-    shards, opened, left = OpenShards(), open_shards.OpenShard, 20
+    shards, opened, left = OpenShards(), tar_files.OpenShard, 20
 
-    def scarce(path: EPath) -> open_shards.OpenShard:
+    def scarce(path: EPath) -> tar_files.OpenShard:
         if len(shards) >= left:
             raise OSError(errno.EMFILE, "Too many open files", str(path))
         return opened(path)
 
-    monkeypatch.setattr(open_shards, "OpenShard", scarce)
+    monkeypatch.setattr(tar_files, "OpenShard", scarce)
     for path in paths:
         shards.get(path)
     assert len(shards) <= left

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.data.encode.encode import TooLongError, cut, fit
-from llava_mcore.data.loader.best_fit import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
 from llava_mcore.data.loader.collate import collate
+from llava_mcore.data.loader.packing import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
 from llava_mcore.data.samples import EncodedSample, TokenConversation
 from tests.helpers.encoding import placed
 
@@ -38,6 +38,7 @@ def test_every_sample_is_in_one_pack_that_it_fits_into(lengths: list[int]) -> No
 
 
 def test_too_long_for_a_pack() -> None:
+    """A sample that is longer than a pack is refused."""
     with pytest.raises(ValueError, match="41 tokens does not fit into a pack of 40"):
         best_fit([3, 41], 40)
 
@@ -78,6 +79,7 @@ def llava_lengths(number: int) -> list[int]:
 
 
 def test_fill_of_llava_like_lengths() -> None:
+    """A buffer of 64 samples fills packs almost completely."""
     lengths = llava_lengths(3000)
     assert online_fill(lengths, 4096, 64) > 0.995
     assert fill(lengths, best_fit(lengths[:1000], 4096), 4096) < online_fill(lengths, 4096, 16)
@@ -156,6 +158,7 @@ def test_truncation_keeps_to_both_budgets(images: int, at: int, rest: int, most:
 
 
 def test_more_patches_than_allowed() -> None:
+    """A sample beyond the limit is refused, in the unit that the user knows."""
     talk = conversation(12, images=2, at=1, trained_from=8)
     each = talk.media[0].tokens.num_patches
     assert fit(talk, 12, truncate=False, most_patches=2 * each) is talk

@@ -73,6 +73,7 @@ def outcome(reader: ShardInfosITarReader, number: int) -> FilteredSample | tuple
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_the_same_samples_and_errors(kind: int, tmp_path: Path) -> None:
+    """Our reader gives Energon's samples and errors, in any order."""
     for shard in range(3):  # more than stay open
         write(tmp_path / f"{shard}.tar", kind)
     theirs, ours = readers(tmp_path, 3)

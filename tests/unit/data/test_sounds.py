@@ -21,8 +21,8 @@ from transformers import AutoProcessor
 from llava_mcore.cli.check import main as check
 from llava_mcore.cli.prepare import main as prepare
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.encode.sound import sound_files
-from llava_mcore.data.encode.sound.sound_files import check_sound, decode_sound, sound_format, sound_length
+from llava_mcore.data.processors import audio_files
+from llava_mcore.data.processors.audio_files import audio_format, audio_length, check_audio, decode_audio
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
@@ -58,20 +58,21 @@ def test_formats_rates_and_channels(kind: str, subtype: str | None, rate: int, c
     expected = samples.mean(axis=1)
     if own_rate != RATE:
         expected = soxr.resample(expected, own_rate, RATE, quality="HQ")
-    found = decode_sound(data, RATE)
-    assert len(found) == sound_length(data, RATE) == -(-len(samples) * RATE // own_rate)
-    assert found.dtype == np.float32 and np.array_equal(found, decode_sound(data, RATE))
+    found = decode_audio(data, RATE)
+    assert len(found) == audio_length(data, RATE) == -(-len(samples) * RATE // own_rate)
+    assert found.dtype == np.float32 and np.array_equal(found, decode_audio(data, RATE))
     assert np.abs(found[: len(expected)] - expected[: len(found)]).max() <= (1e-6 if kind in ("MP3", "OGG") else 0)
     assert not found[len(expected) :].any() and abs(len(found) - len(expected)) <= 1
-    extension, seconds = sound_format(data)
+    extension, seconds = audio_format(data)
     assert extension == kind.lower() and seconds == len(samples) / own_rate
     assert np.corrcoef(found, wave(1.2345, 3))[0, 1] > 0.9
 
 
 def test_eight_channels_and_odd_rates() -> None:
+    """The length that is predicted is that of the decoded sound."""
     for rate in (11_025, 22_050, 44_100, 96_000):
         data = encoded(0.777, rate=rate, channels=8)
-        assert len(decode_sound(data, RATE)) == sound_length(data, RATE)
+        assert len(decode_audio(data, RATE)) == audio_length(data, RATE)
 
 
 def resized(data: bytes, size: int, form: str = "<I", chunk: bytes = b"data", place: int = 0) -> bytes:
@@ -85,14 +86,14 @@ def resized(data: bytes, size: int, form: str = "<I", chunk: bytes = b"data", pl
 )
 def test_wavs_of_unknown_length(size: int) -> None:
     """By programs that wrote to a pipe; nothing is reserved for what they claim."""
-    expected, plain = decode_sound(encoded(0.5), RATE), encoded(0.5)
+    expected, plain = decode_audio(encoded(0.5), RATE), encoded(0.5)
     streamed = {"RIFF": resized(plain, size), "RIFX": resized(encoded(0.5, endian="BIG"), size, ">I")}
     for claimed in (0, 0x7FFFF000, (1 << 64) - 1):
         streamed[f"RF64 {claimed}"] = resized(encoded(0.5, kind="RF64"), claimed, "<Q", b"ds64", 8)
     for name, data in streamed.items():
-        assert np.array_equal(decode_sound(data, RATE), expected), name
-        assert sound_length(data, RATE) == len(expected) and sound_format(data) == ("wav", 0.5), name
-        check_sound(data)
+        assert np.array_equal(decode_audio(data, RATE), expected), name
+        assert audio_length(data, RATE) == len(expected) and audio_format(data) == ("wav", 0.5), name
+        check_audio(data)
 
 
 def test_a_flac_of_unknown_length_is_refused() -> None:
@@ -102,7 +103,7 @@ def test_a_flac_of_unknown_length_is_refused() -> None:
         claiming = data[:18] + struct.pack(">Q", total >> 36 << 36 | claimed) + data[26:]
         tracemalloc.start()
         with pytest.raises(DataError, match=problem):
-            check_sound(claiming)
+            check_audio(claiming)
         assert tracemalloc.get_traced_memory()[1] < 1 << 26  # not what the header claims, 256 GB
         tracemalloc.stop()
 
@@ -200,9 +201,9 @@ def test_a_long_sound_is_refused_by_its_header(
     def decode(*_: Any) -> None:
         raise AssertionError("it was decoded")
 
-    monkeypatch.setattr(sound_files, "_blocks", decode)
+    monkeypatch.setattr(audio_files, "_blocks", decode)
     with pytest.raises(DataError, match="takes at most 30"):
-        assets.plan.audio_tokens([sound_length(bad_sounds["three hours"], RATE)])
+        assets.plan.audio_tokens([audio_length(bad_sounds["three hours"], RATE)])
 
 
 # -- the loader ------------------------------------------------------------------------------------------------------
@@ -261,13 +262,14 @@ def test_a_pack_keeps_to_the_budget_of_frames(dataset: Path, assets: Assets) -> 
     tight = take(open_loader(dataset, assets, max_media_tokens=90, **options), 6)
     assert {skip.reason for batch in tight for skip in batch.skipped} == {
         "the sample has 100 20 ms frames of sound, but data.max_media_tokens is 90; raise data.max_media_tokens, or "
-        "choose --on-too-long drop or truncate"
+        "choose --on-too-long truncate"
     }
     with pytest.raises(ConfigError, match="the smallest sound has 2 20 ms frames of sound"):
         open_loader(dataset, assets, max_media_tokens=1)
 
 
 def test_sound_in_a_store_and_listed_parts(assets: Assets, tmp_path: Path) -> None:
+    """Sounds are found in the sample and beside the shards; a missing one has a reason."""
     (tmp_path / "wavs").mkdir()
     (tmp_path / "wavs" / "a.mp3").write_bytes(encoded(1.0, kind="MP3"))
     talk = messages(("user", "<audio>\nWhat? <audio>"), ANSWER)

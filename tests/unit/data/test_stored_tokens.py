@@ -15,16 +15,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.cli.check import main as check
+from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.encode.chat_format import ChatFormat
 from llava_mcore.data.encode.encode import stored_tokens, tokenize
-from llava_mcore.data.encode.stored_tokens import TOKENS_KEY, digest_of, from_json, is_by, to_json
-from llava_mcore.data.encode.text.tokens import TextTokens
+from llava_mcore.data.encode.tokens import (
+    TOKENS_KEY,
+    TextTokens,
+    digest_of,
+    from_json,
+    is_by,
+    to_json,
+    warn_of_other_pixels,
+)
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.shard_plan import Counting, Options
 from tests.helpers.bad_data_makers import index, write_tar
 from tests.helpers.prepare_cases import chat_cases, make, write_sharegpt
+from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.unit.data.test_data_loader import assert_equal, open_loader, take
 
 pytest_plugins = ("tests.helpers.llava_fixtures",)
@@ -133,6 +142,7 @@ def test_tokens_of_others_are_ignored(stored: Any, assets: Assets) -> None:
     ],
 )
 def test_damaged_tokens(change: dict[str, Any], message: str, assets: Assets) -> None:
+    """Stored tokens that do not fit the sample are refused with what to do."""
     turns = (Turn("user", "<image>What?"), Turn("assistant", "That."))
     stored = to_json(assets.chat.text_tokens(turns, num_images=1), assets.chat.fingerprint, digest_of(turns))
     with pytest.raises(DataError, match=f"prepared_tokens {message}.*prepare the data again"):
@@ -179,3 +189,22 @@ def test_check_tokenises_again(data: Path, hf: Path, tmp_path: Path, capsys: pyt
     bad = edited(data / "stored", tmp_path / "bad", lambda about: about[TOKENS_KEY].update(trained=[0, 1]))
     assert check([*flags, str(bad)]) != 0
     assert f"{TOKENS_KEY} differ from the tokens of its text" in " ".join(capsys.readouterr().out.split())
+
+
+def test_other_pixels_than_when_the_tokens_were_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lengths of pictures depend on them: training says so, and with which flags it would be the same."""
+    make_hf_qwen(tmp_path / "hf", "qwen2_5_vl")
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    counting = Counting(tmp_path / "hf", pixels=PixelRange(largest=5000))
+    make(tmp_path / "rows.jsonl", tmp_path / "out", Options(counting=counting))
+    origin = json.loads((tmp_path / "out" / ".nv-meta" / "tokens.json").read_text())
+    assert origin["pixels"] == [24 * 24, 5000]
+    same, other = counting.load(), load_assets(tmp_path / "hf")
+    caplog.clear()
+    warn_of_other_pixels([tmp_path / "out"], same.pixel_ranges)
+    assert not caplog.records
+    warn_of_other_pixels([tmp_path / "out"], other.pixel_ranges)
+    (record,) = caplog.records
+    assert "counted with pictures of 576 to 5000 pixels, but this run resizes them to 576 to 9216" in record.message
+    assert "give --min-pixels 576 --max-pixels 5000, or prepare" in record.message

@@ -101,6 +101,7 @@ def test_ids_are_those_of_the_text_alone(kind: str) -> None:
 
 
 def test_as_tokens_where_data_rely_on_it() -> None:
+    """Typed special tokens count as such only if asked, and the fingerprint tells the difference."""
     tokenizer = tiny("chatml")
     turns = talk("q", "a<|im_end|>")
     as_text, as_control = chat(tokenizer, "chatml"), chat(tokenizer, "chatml", "control")
@@ -112,6 +113,7 @@ def test_as_tokens_where_data_rely_on_it() -> None:
 
 
 def test_pieces_with_scores_and_normalized_forms() -> None:
+    """A typed special token stays text, also if normalization makes it one."""
     tokenizer = unigram()
     format_ = chat(tokenizer, "vicuna")
     plain = special_ids(format_, tokenizer, talk("q", "a z"))

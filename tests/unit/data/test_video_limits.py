@@ -21,8 +21,8 @@ from llava_mcore.cli import check as check_command
 from llava_mcore.cli import prepare as prepare_command
 from llava_mcore.config.sections.data import DataConfig, PixelRange
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.pixel_range import FRAMES, write_pixel_range
 from llava_mcore.data.loader.validation_data import ValidationData
+from llava_mcore.data.processors.pixel_range import FRAMES, write_pixel_range
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import VideoShape
 from tests.helpers.bad_data_makers import index, messages, write_tar
@@ -140,6 +140,7 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "depends"), [("qwen2_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True)])
 def test_classes_whose_tokens_or_positions_depend_on_time(folders: dict[str, Path], name: str, depends: bool) -> None:
+    """`timed` says whether the rate of frames changes tokens or positions."""
     plan = load_assets_once(folders[name]).plan
     slow, unknown = plan.video_tokens([VideoShape(4, 30, 40, 1.0), VideoShape(4, 30, 40)])
     assert slow.positions is not None and unknown.positions is not None

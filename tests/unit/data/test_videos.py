@@ -22,12 +22,17 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.encode.encode import tokenize
-from llava_mcore.data.encode.placeholders import video_shape
+from llava_mcore.data.encode.tokens import video_shape
 from llava_mcore.data.samples import Conversation, TokenConversation, Turn, Video
 from llava_mcore.errors import DataError
-from llava_mcore.media.batch_fields import NEWLINE_POSITIONS, RESIZED_POSITIONS, RESIZED_ROWS, RESIZED_WEIGHTS
+from llava_mcore.media.batch_fields import (
+    NEWLINE_POSITIONS,
+    RESIZED_POSITIONS,
+    RESIZED_ROWS,
+    RESIZED_WEIGHTS,
+    normalize,
+)
 from llava_mcore.media.media import MediaTokens, Processing, VideoShape
-from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.registry import architecture_of
 from tests.helpers.cases import media_plan
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava, make_onevision
@@ -202,6 +207,7 @@ def test_a_class_without_videos_names_those_that_take_them(tmp_path: Path) -> No
 
 
 def test_a_template_without_videos(hf: Path, tmp_path: Path) -> None:
+    """Videos are refused with the reason, and pictures still work."""
     template = tmp_path / "pictures_only.jinja"
     template.write_text(CHAT_TEMPLATE.replace("<video>", ""))
     assets = load_assets(hf, chat_template=str(template))

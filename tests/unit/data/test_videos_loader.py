@@ -79,7 +79,7 @@ def test_a_pack_keeps_to_the_budget_of_patches(dataset: Path, assets: Assets) ->
     reasons = {skip.reason for batch in tight for skip in batch.skipped}
     assert reasons == {
         f"the sample has {6 * PATCHES} patches of pictures and frames, but data.max_media_tokens is {5 * PATCHES}; "
-        "raise data.max_media_tokens, or choose --on-too-long drop or truncate"
+        "raise data.max_media_tokens, or choose --on-too-long truncate"
     }
 
 

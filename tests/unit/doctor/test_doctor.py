@@ -119,6 +119,7 @@ def test_a_module_that_ends_its_process_is_named_and_the_others_are_imported(
 
 
 def test_gpus_and_libraries() -> None:
+    """Each GPU has a row; one without FP8 says so and is no problem."""
     old = GPU | {"name": "NVIDIA A100", "capability": "8.0"}
     rows = by_name(gpu_rows(TORCH | {"gpus": [GPU, old]}, NvidiaDriver("580.159.04")))
     assert rows["driver"].value == "580.159.04" and rows["NCCL"].value == "2.28.9"
@@ -193,6 +194,7 @@ def test_variables_that_matter_and_those_that_train_sets() -> None:
 
 
 def test_limits_and_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler is a problem only where kernels are built."""
     rows = by_name([*limit_rows(8), *tool_rows(builds_kernels=True)])
     assert rows.keys() >= {"temporary folder", "/dev/shm", "open files", "C compiler and Python.h", "sbatch"}
     assert "GiB free" in rows["temporary folder"].value

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from llava_mcore.data.storage.open_shards import _read_at
+from llava_mcore.data.storage.tar_files import _read_at
 from llava_mcore.files.regular import RefusedFileError, read_regular_file
 
 

@@ -95,6 +95,7 @@ def test_one_question(root: Path, ask: Ask) -> None:
 
 
 def test_a_dataset(root: Path, tmp_path: Path, ask: Ask) -> None:
+    """A folder and its checkpoint answer the same, and what cannot be asked is listed."""
     out = [tmp_path / "folder.jsonl", tmp_path / "checkpoint.jsonl"]
     given = ("--data-path", root / "data", "--max-new-tokens", 6, "--every-answer")
     code, said, _ = ask("--hf-dir", root / "hf", *given, "--out", out[0])
@@ -197,6 +198,7 @@ def test_what_cannot_be_asked(case: str, root: Path, ask: Ask) -> None:
     "file", ["model.safetensors", "tokenizer.json", "processor_config.json", "chat_template.jinja"]
 )
 def test_an_incomplete_folder(file: str, root: Path, tmp_path: Path, ask: Ask) -> None:
+    """A missing file is one message."""
     shutil.copytree(root / "hf", tmp_path / "hf")
     (tmp_path / "hf" / file).unlink()
     code, _, errors = ask("--hf-dir", tmp_path / "hf", *Q, "--max-new-tokens", 1)
@@ -204,6 +206,7 @@ def test_an_incomplete_folder(file: str, root: Path, tmp_path: Path, ask: Ask) -
 
 
 def test_settings_of_the_folder(root: Path, tmp_path: Path) -> None:
+    """End tokens are those of generation_config.json, else the tokenizer's."""
     hf = load_hf_config(root / "hf")
 
     def settings(tokenizer_eos: int | None = None, **values: Any) -> Any:
@@ -263,6 +266,7 @@ def test_questions_are_evenly_distributed_and_say_what_is_broken(root: Path, ass
 
 
 def test_a_question_with_marks_of_its_own() -> None:
+    """Marks are added before a question that has none."""
     assert asked_turn(" a <image> b ", 1, 0).text == "a <image> b"
     assert asked_turn("a", 2, 1, 1).text == "<image>\n<image>\n<video>\n<audio>\na"
 
@@ -292,6 +296,7 @@ def test_chat(root: Path, assets: Assets) -> None:
 
 
 def test_the_chat_command(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It continues after Ctrl-C, /help lists its commands, and the end of the input ends it."""
     typed = iter(["What is this?", KeyboardInterrupt(), "/help"])
 
     def line(_: str) -> str:

@@ -140,6 +140,7 @@ def test_a_dataset_scores_the_same_with_every_model_s_own_loop(
     assert [sample["exact_match"] for sample in export["data"]["samples"]] == [1, 0] * 3
     assert other["data"]["metrics"]["exact_match"] == 0
     shown = capsys.readouterr().out
+    assert re.search(r"│ data +│ questions +│ \d +│ \d +│ \d +│\n│ data +│ not asked +│ 0 +│ 0 +│ 0 +│", shown), shown
     assert re.search(r"│ data +│ exact_match +│ 0.5000 +│ 0.0000 +│ 0.5000 +│", shown), shown
 
 

@@ -26,7 +26,7 @@ from transformers.cli.serving import utils as serving_utils
 
 from llava_mcore.cli.serve import DEFAULT_PORT, main
 from llava_mcore.compat.transformers_serving import load_handler
-from llava_mcore.data.encode.images import decode_pixels
+from llava_mcore.data.processors.images import decode_pixels
 from llava_mcore.inference.serving.app import build_app
 from llava_mcore.inference.serving.requests import RequestError, ServedModel, check_chat
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -202,6 +202,7 @@ def test_it_is_healthy_for_compose(server: Started) -> None:
     ],
 )
 def test_checks_of_a_request(change: dict[str, Any], words: str) -> None:
+    """A request that cannot be answered is refused with status 400 and its reason."""
     with pytest.raises(RequestError) as found:
         check_chat(request("What is it?", jpeg(1)) | change, MODEL)
     assert words in str(found.value)
@@ -280,6 +281,7 @@ def test_what_cannot_be_served_is_one_message(
 
 
 def test_commands_of_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--dry-run prints the commands of vLLM and SGLang."""
     assert main(["--hf-dir", str(folder), "--port", "8001", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"vllm serve {folder} --host localhost --port 8001 --served-model-name folder",

@@ -20,8 +20,6 @@ from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.launch import checkout
 from llava_mcore.launch.checkout import REPOSITORY
-from llava_mcore.launch.gpu_variables import ALLOCATOR
-from llava_mcore.launch.sbatch import batch_file
 from llava_mcore.launch.singularity import (
     bind_folders,
     container_argv,
@@ -30,11 +28,13 @@ from llava_mcore.launch.singularity import (
     rerun_in_container,
     without_image,
 )
-from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
+from llava_mcore.launch.slurm import batch_file
+from llava_mcore.launch.torchrun_command import ALLOCATOR, torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
 
 
 def test_torchrun_command() -> None:
+    """One machine needs no address; arguments are passed on as they are."""
     assert torchrun_argv(4, "some.worker", ["--config", "/a b/run.yaml"])[1:] == [
         *("-m", "llava_mcore.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"),
         *("-m", "some.worker", "--config", "/a b/run.yaml"),
@@ -50,7 +50,7 @@ def test_an_installed_package_is_no_checkout(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=f"--sif-path needs a checkout .* is installed in {tmp_path}: clone"):
         rerun_in_container(tmp_path / "i.sif", ["x"])
     with pytest.raises(ConfigError, match="--submit needs a checkout"):
-        batch_file("a", LaunchConfig(), tmp_path, [], on_gpus=False)
+        batch_file("a", LaunchConfig(), tmp_path, [], on_gpus=False, cpus=1)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,7 @@ def test_an_installed_package_is_no_checkout(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_worker_threads(processes: int, device: bool, given: dict[str, str], threads: str) -> None:
+    """Ranks share the cores on CPUs, have one thread on GPUs, and keep what the user has set."""
     env = worker_env({"PATH": "/bin", **given}, processes, cpu_cores=8, device_available=device)
     assert env.pop("PYTORCH_ALLOC_CONF", None) == (ALLOCATOR if device else None)
     assert env.pop("CUDA_SCALE_LAUNCH_QUEUES", None) == ("4x" if device else None)
@@ -87,6 +88,7 @@ def test_workers_find_the_package_before_anything_else_on_the_path() -> None:
     ("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
 )
 def test_exit_code_of_the_child(code: str, expected: int) -> None:
+    """It is returned, or 128 + n after signal n."""
     assert run_child([sys.executable, "-c", code]) == expected
 
 
@@ -154,6 +156,7 @@ def test_image_flag_is_found_and_taken_out(argv: list[str], image: Path | None, 
 
 
 def test_container_command() -> None:
+    """Binds, variables and the folder are passed to singularity or apptainer."""
     argv = container_argv(
         Path("/i.sif"), ["python3", "x.py"], gpu=True, binds=[Path("/a"), Path("/b c")], env={"K": "v"}, cwd=Path("/a")
     )
@@ -250,6 +253,7 @@ def test_command_is_run_again_inside_the_image(
 
 
 def test_image_from_a_configuration_file(engine: Path, tmp_path: Path) -> None:
+    """The command runs in the image that the file names, which it does not enter again."""
     (tmp_path / "i.sif").touch()
     (tmp_path / "run.yaml").write_text(f"launch: {{sif_path: {tmp_path / 'i.sif'}}}\n")
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 5
@@ -267,6 +271,7 @@ def test_dry_run_prints_the_exact_command(engine: Path, tmp_path: Path, capsys: 
 
 
 def test_missing_image_and_missing_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is one message."""
     with pytest.raises(ConfigError, match=r"none\.sif: no such image"):
         rerun_in_container(tmp_path / "none.sif", ["x"])
     (tmp_path / "i.sif").touch()

@@ -14,8 +14,8 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.launch import nodes, slurm
 from llava_mcore.launch.checkout import REPOSITORY
 from llava_mcore.launch.nodes import Nodes, check_gpu_ids, check_interface, find_nodes
-from llava_mcore.launch.sbatch import batch_file, submit
 from llava_mcore.launch.singularity import inner_command
+from llava_mcore.launch.slurm import batch_file, submit
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 
 STEP = {
@@ -89,11 +89,13 @@ def test_a_wrong_start_is_refused(launch: LaunchConfig, environ: dict[str, str],
 
 
 def test_one_node_of_a_larger_job_on_purpose() -> None:
+    """A run that asks for one node uses one, whatever the job has."""
     found = find_nodes(LaunchConfig(num_nodes=1), BATCH)
     assert (found.count, found.port) == (1, None)
 
 
 def test_commands_of_one_and_many_machines() -> None:
+    """Several machines, or a given port, make torchrun meet at the address."""
     argv = torchrun_argv(8, "w", [], Nodes(2, 1, "host", 4000, "77"))
     expected = "--nnodes 2 --node-rank 1 --rdzv-id 77 --master-addr host --master-port 4000 --nproc-per-node 8 -m w"
     assert argv[3:] == expected.split()
@@ -136,28 +138,50 @@ def test_without_scontrol_the_address_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_batch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes, GPUs, output and own options are #SBATCH lines; the last line starts every node."""
     launch = LaunchConfig(num_gpus=8, num_nodes=4, sbatch_options="--partition=gpu --comment='two words'")
-    text = batch_file("my", launch, tmp_path / "my", ["--name", "a b"], on_gpus=True)
+    text = batch_file("my", launch, tmp_path / "my", ["--name", "a b"], on_gpus=True, cpus=24)
     lines = text.splitlines()
-    for option in ("--nodes=4", "--gpus-per-node=8", f"--output={tmp_path}/my/slurm-%j.out", "--partition=gpu"):
+    for option in (
+        "--nodes=4",
+        "--gpus-per-node=8",
+        "--cpus-per-task=24",
+        "--mem=0",
+        f"--output={tmp_path}/my/slurm-%j.out",
+        "--partition=gpu",
+    ):
         assert f"#SBATCH {option}" in lines
     assert '#SBATCH "--comment=two words"' in lines
     last = shlex.split(lines[-1])
     assert last[:3] == ["exec", "bash", str(REPOSITORY / "scripts/slurm/on_each_node.sh")]
     assert last[-3:] == [str(REPOSITORY / "scripts/train/run.py"), "--name", "a b"]
     launch = LaunchConfig(num_gpus=2, slurm_output_name="/log/%x.txt")
-    text = batch_file("my", launch, tmp_path, [], on_gpus=False)
+    text = batch_file("my", launch, tmp_path, [], on_gpus=False, cpus=3)
     assert "gpus-per-node" not in text and "#SBATCH --output=/log/%x.txt\n" in text
     # Both ways to submit ask SLURM for the same things.
     by_hand = (REPOSITORY / "scripts/slurm/train.sbatch").read_text()
-    for option in ("--ntasks-per-node=1", "--open-mode=append", "--requeue", "--signal=B:USR1@300"):
+    for option in ("--ntasks-per-node=1", "--mem=0", "--open-mode=append", "--requeue", "--signal=B:USR1@300"):
         assert f"#SBATCH {option}\n" in by_hand and f"#SBATCH {option}\n" in text
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="needs sbatch on PATH"):
         submit(tmp_path / "x")
     program(tmp_path, "sbatch", "#!/bin/sh\necho 'no such partition' >&2\nexit 1\n")
-    with pytest.raises(ConfigError, match="no such partition"):
+    with pytest.raises(ConfigError, match=r"no such partition\n.*--cpus-per-task=N --mem=SIZE"):
         submit(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ("--cpus-per-gpu=8", ["--mem=0"]),
+        ("-c16 --mem-per-gpu 100G", []),
+        ("--exclusive", ["--mem=0"]),
+        ("--mem=200G --mem-bind=local", ["--cpus-per-task=24"]),
+    ],
+)
+def test_cpus_and_memory_may_be_chosen(options: str, left: list[str], tmp_path: Path) -> None:
+    text = batch_file("a", LaunchConfig(num_gpus=8, sbatch_options=options), tmp_path, [], on_gpus=True, cpus=24)
+    assert [option for option in ("--cpus-per-task=24", "--mem=0") if f"#SBATCH {option}\n" in text] == left
 
 
 @pytest.mark.parametrize(
@@ -175,14 +199,14 @@ def test_what_a_batch_file_cannot_carry(
 ) -> None:
     launch = LaunchConfig.model_construct(num_gpus=1, sbatch_options=options)
     with pytest.raises(ConfigError) as raised:
-        batch_file(name, launch, tmp_path / folder / name, ["--name", name], on_gpus=True)
+        batch_file(name, launch, tmp_path / folder / name, ["--name", name], on_gpus=True, cpus=24)
     assert all(words in str(raised.value) for words in expected), raised.value
 
 
 def test_arguments_with_line_breaks_stay_arguments(tmp_path: Path) -> None:
     """bash gets what was typed; nothing of it can be taken for an option of sbatch's or a command."""
     typed = ["--name", "a b", "x='\n#SBATCH --uid=0\ntouch ran\n'"]
-    text = batch_file("a", LaunchConfig(num_gpus=1), tmp_path / "50%", typed, on_gpus=True)
+    text = batch_file("a", LaunchConfig(num_gpus=1), tmp_path / "50%", typed, on_gpus=True, cpus=24)
     assert f"#SBATCH --output={tmp_path}/50%%/slurm-%j.out\n" in text
     head, _, tail = text.partition("\nexec ")
     assert all(line.startswith("#") for line in head.splitlines())

@@ -148,6 +148,7 @@ def test_workers_are_started_with_the_resolved_run(
 
 
 def test_all_problems_in_one_message_and_nothing_started(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start that fails lists everything that prevents it."""
     (folders.data / ".nv-meta").rename(folders.data / "elsewhere")
     changes = ["-g", "4", "--tp", "4", "--pp", "3", "--seq-length", "999", "--backend", "nccl", "--save-optim"]
     message = refusal(folders.flags(*changes), capsys)
@@ -186,6 +187,7 @@ def test_validation_needs_a_part_of_the_data(folders: Folders, capsys: pytest.Ca
 
 
 def test_from_random_weights(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    """--init needs no checkpoint and refuses to load an optimizer."""
     rest = folders.flags("--init", "--tokenizer-load-dir", str(folders.hf), "--dry-run")[2:]
     assert train.main(rest) == 0
     assert "--init loads none" in refusal([*rest, "--load-optim"], capsys)

@@ -158,6 +158,7 @@ def expands(hf: PretrainedConfig) -> Any:
 
 
 def test_several_pictures_of_a_conversation() -> None:
+    """OneVision gives each of several pictures one tile, LLaVA-NeXT its own tiles."""
     hf = llava_onevision()
     plan = media_plan(hf)
     both = plan.tokens([(100, 900), (900, 100)])

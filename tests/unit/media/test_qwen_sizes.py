@@ -16,13 +16,12 @@ from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.placeholders import expand
+from llava_mcore.data.encode.tokens import expand
+from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, normalize
 from llava_mcore.media.media import VideoShape
-from llava_mcore.media.pixels import normalize
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.vision.patch_plan import PatchPlan

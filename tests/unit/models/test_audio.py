@@ -31,11 +31,10 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.encode.encode import tokenize
 from llava_mcore.data.loader.collate import collate
-from llava_mcore.data.samples import Batch, Conversation, EncodedSample, Sound, Turn
+from llava_mcore.data.samples import Audio, Batch, Conversation, EncodedSample, Turn
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.media.audio_lengths import ClipLengths
 from llava_mcore.media.batch_fields import PIXEL_VALUES, media_work
-from llava_mcore.media.clip_plan import AudioPlan
+from llava_mcore.media.clip_plan import AudioPlan, ClipLengths
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.model_table import detect_names, mapping_table
@@ -63,7 +62,7 @@ def assets(folder: Path) -> Assets:
 def conversation(question: str, *seconds: float) -> Conversation:
     """A question about clips, and its answer."""
     turns = (Turn("user", question), Turn("assistant", "It is seven."))
-    return Conversation(turns, (), audios=tuple(Sound(encoded(x, i)) for i, x in enumerate(seconds)))
+    return Conversation(turns, (), audios=tuple(Audio(encoded(x, i)) for i, x in enumerate(seconds)))
 
 
 CONVERSATIONS = [
@@ -97,7 +96,7 @@ def theirs_of(folder: Path, each: Conversation) -> Any:
     return processor(text=said, add_special_tokens=False, return_tensors="pt", **given)
 
 
-def wave_of(sound: Sound) -> np.ndarray:
+def wave_of(sound: Audio) -> np.ndarray:
     return soundfile.read(io.BytesIO(sound.data), dtype="float32")[0]
 
 
@@ -350,6 +349,7 @@ def test_adapters_find_the_layers_of_the_encoder(folder: Path) -> None:
 
 
 def test_refusals(assets: Assets) -> None:
+    """Clips of impossible lengths, and pictures, are refused with their reason."""
     for seconds, reason in ((31.0, "31.0 seconds long, but the model takes at most 30"), (0.015, "too short")):
         with pytest.raises(DataError, match=reason):
             tokenize(conversation("<audio>", seconds), assets, "k")

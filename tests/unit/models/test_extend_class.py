@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from llava_mcore.config.rules.trainer_list import MODEL_CLASSES
+from llava_mcore.config.model_classes import MODEL_CLASSES, ModelClass
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.architectures.registry import ARCHITECTURES
 from llava_mcore.parallel.groups import single_process
@@ -17,13 +17,16 @@ from tests.helpers.tiny_hf import make_hf_llava, randomise
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of docs/extend/class.md works as its blocks stand."""
     toy, *lines = blocks("class.md")
     for table in (ARCHITECTURES, MODEL_CLASSES):
         monkeypatch.setitem(table, "toy", None)  # taken out at the end
-    names = toy.run({"__name__": "toy", "ARCHITECTURES": ARCHITECTURES, "MODEL_CLASSES": MODEL_CLASSES})
+    names = toy.run(
+        {"__name__": "toy", "ARCHITECTURES": ARCHITECTURES, "MODEL_CLASSES": MODEL_CLASSES, "ModelClass": ModelClass}
+    )
     for line in lines:
         line.run(names)
-    assert MODEL_CLASSES["toy"] == ARCHITECTURES["toy"].model_class.__name__
+    assert MODEL_CLASSES["toy"].name == ARCHITECTURES["toy"].model_class.__name__
 
     values = make_hf_llava(tmp_path / "hf").config.to_dict()
     model = names["ToyForConditionalGeneration"]._from_config(

@@ -29,6 +29,7 @@ class HfAverage(nn.Module):
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector of docs/extend/connector.md computes what its Hugging Face twin does."""
     connector, architecture = blocks("connector.md")
     names = architecture.run(connector.run({}))
     own = type("WithAverage", (Llava,), {"connector": names["connector"]})

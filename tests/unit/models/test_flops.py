@@ -44,6 +44,7 @@ def llava(
 
 
 def test_a_tiny_model_counted_by_hand() -> None:
+    """The number of operations is that of a count on paper."""
     hf = LlavaConfig(
         vision_config=CLIPVisionConfig(
             hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, patch_size=2, image_size=6
@@ -187,6 +188,7 @@ def test_only_trained_tokens_need_the_output_layer() -> None:
 
 
 def test_peaks_and_utilization() -> None:
+    """Known devices have a peak, unknown ones none, and utilization is relative to it."""
     assert peak_flops("NVIDIA H200") == 989e12 and peak_flops("NVIDIA H100 80GB HBM3", fp8=True) == 1979e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12  # the same chip, slower
     assert peak_flops("NVIDIA A100-SXM4-80GB", fp8=True) is None

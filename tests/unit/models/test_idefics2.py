@@ -21,12 +21,11 @@ from llava_mcore.cli import import_hf as import_command
 from llava_mcore.cli import inspect_folder
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.text.around_media import rewritten
+from llava_mcore.data.encode.chat_format import rewritten
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConversionError, DataError
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work, normalize
 from llava_mcore.media.media import AroundMedia, Size
-from llava_mcore.media.pixels import normalize
 from llava_mcore.models.vision.idefics import position_rows
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
@@ -116,6 +115,7 @@ def test_pictures_of_any_size_have_the_processors_tokens(folders: dict[str, Path
 @pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_ten_thousand_sizes(folders: dict[str, Path], name: str) -> None:
+    """Pictures of every size have the processor's tokens."""
     sizes = random_sizes(2_502, 600, seed=1) + random_sizes(7_500, 250, seed=2)
     assert_the_processors_tokens(folders[name], load_assets(folders[name]), sizes)
 

@@ -249,6 +249,7 @@ def test_the_logits_never_exist_as_a_whole() -> None:
 
 @pytest.mark.gpu
 def test_no_host_synchronization() -> None:
+    """Forward and backward never wait for the GPU."""
     inputs = case(200, 4, torch.bfloat16, "cuda")
     ours(inputs)[0].backward()
     torch.cuda.set_sync_debug_mode("error")

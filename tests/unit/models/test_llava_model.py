@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.parallel.groups import single_process
-from llava_mcore.weights.fused_norms import FUSED_NORMS
+from llava_mcore.weights.names import FUSED_NORMS
 from tests.helpers.tiny_hf import make_hf_llava
 
 PATCHES = 576
@@ -90,6 +90,7 @@ def llava_model(hf: LlavaForConditionalGeneration, rows: int, length: int) -> LL
 
 
 def test_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's own LLaVA model reads our checkpoint and gives Hugging Face's logits."""
     # Without Transformer Engine the tower's default norm is torch's, which takes other arguments.
     defaults = clip_vit_model.CLIPViTModel.__init__.__defaults__
     norm = tuple(WrappedTorchNorm if x is torch.nn.LayerNorm else x for x in defaults)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (before megatron.core)
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.activations import quick_gelu
-from llava_mcore.models.vision.layers.padded_mlp import clear_padding, padded_width
+from llava_mcore.models.vision.encoder_layers import clear_padding, padded_width
 from llava_mcore.parallel.groups import Groups, join_alone, single_process
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world
@@ -28,18 +29,20 @@ HIDDEN, WIDTH = 12, 140
 
 
 def test_widths() -> None:
+    """Widths grow to the next multiple of 128."""
     assert [padded_width(x) for x in (3420, 52, 4304, 5120)] == [3456, 128, 4352, 5120]
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_outputs_and_zeros(gated: bool) -> None:
+    """A padded MLP computes what the unpadded one does, and its padding stays zero in training."""
     with single_process() as groups:
         compare(groups, 1, gated)
 
 
 def test_ranks_that_divide_the_layers() -> None:
     """The second of two ranks has 12 numbers of its own and 116 zeros."""
-    run_world(2, "tests.unit.models.test_padded_mlp:compare_both")
+    run_world(2, compare_both)
 
 
 def compare_both() -> None:
@@ -111,7 +114,8 @@ def test_new_towers_have_zeros_there(tmp_path: Path) -> None:
     groups = join_alone()
     run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path))
     tower: Any = make_trainer(groups, run).models[0].vision_model
-    tower = type(tower)(tower.config, tower.shape, tower.features)  # another one, with random weights
+    config = dataclasses.replace(tower.config, perform_initialization=True)
+    tower = type(tower)(config, tower.shape, tower.features)  # another one, with random weights
     for layer in tower.decoder.layers:
         assert layer.mlp.linear_fc1.weight.any()
         assert not any(x.any() for x in padding_of(layer.mlp, tower.shape.ffn_size))

@@ -25,17 +25,16 @@ from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.compare_logits import check_logits
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.encode.images import decode_image
-from llava_mcore.data.encode.pixel_range import write_pixel_range
+from llava_mcore.data.processors.images import decode_image
+from llava_mcore.data.processors.pixel_range import write_pixel_range
 from llava_mcore.data.samples import Conversation, Turn, Video
 from llava_mcore.errors import ConfigError, ConversionError, DataError
 from llava_mcore.inference.answering.job import Layout
 from llava_mcore.inference.answering.megatron_answers import usable_checkpoint
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work
-from llava_mcore.media.pixels import normalize
+from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work, normalize
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.limits import require_deepstack_layers
+from llava_mcore.models.language.decoder import require_deepstack_layers
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA
 from tests.helpers.tiny_hf import make_hf_llava

@@ -34,6 +34,7 @@ def trained(hf: Any, **fields: Any) -> set[str]:
 
 
 def test_parts(hf: Any) -> None:
+    """Freezing a part leaves the others trained."""
     assert {name.partition(".")[0] for name in trained(hf)} == {"language_model", "vision_projection"}
     only = trained(hf, freeze_language_model=True)
     assert only and all(name.startswith("vision_projection.") for name in only)
@@ -79,6 +80,7 @@ def test_all_that_is_wrong_is_said_at_once(hf: Any) -> None:
 
 
 def test_rates_of_parts() -> None:
+    """A part's own rate scales the smallest rate too; the others keep the common one."""
     rates = part_rates(OptimizerConfig(lr=1e-3, min_lr=1e-4, vision_lr=2e-4))
     assert rates["language_model"] == rates["vision_projection"]
     assert (rates["vision_model"].max_lr, rates["vision_model"].min_lr) == (2e-4, pytest.approx(2e-5))

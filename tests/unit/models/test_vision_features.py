@@ -11,8 +11,7 @@ import torch
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConversionError
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.configs import ModelOptions, Recompute
 from llava_mcore.models.multimodal import VisionLanguageModel, insert_features

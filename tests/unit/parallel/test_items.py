@@ -14,8 +14,8 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.media.batch_fields import MEDIA_SEQLENS, PIXEL_VALUES, WINDOW_ORDER, WINDOW_SEQLENS
 from llava_mcore.models.vision.patches import PatchTransformer, windows_of
+from llava_mcore.parallel.batch import Items, divide, gather_items, host_lengths
 from llava_mcore.parallel.groups import single_process, tensor_parallel_group
-from llava_mcore.parallel.items import Items, divide, gather_items, host_lengths
 from tests.helpers.class_checks import batch_of, load_model
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.unit.models.test_qwen import CONVERSATIONS
@@ -37,11 +37,13 @@ def test_equal_items_are_divided_evenly() -> None:
 
 
 def test_windows_of_pictures() -> None:
+    """Windows are counted for each picture."""
     assert windows_of([16, 4, 12], [8, 8, 4, 4, 4, 4]) == [2, 1, 3]
     assert windows_of([], []) == []
 
 
 def test_fields_of_some_items() -> None:
+    """Chosen items keep their rows, and fields that number places are numbered again."""
     items = Items([2, 1, 3], [2, 1, 3], {"a": [2, 1, 3], "b": [1, 2, 2]}, numbering=frozenset({"b"}))
     media = {"a": torch.arange(6), "b": torch.tensor([0, 2, 1, 4, 3]), "c": torch.zeros(2)}
     found = items.of(media, [0, 2])

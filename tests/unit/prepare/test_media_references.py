@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.encode.sound.sound_files import decode_sound
+from llava_mcore.data.processors.audio_files import decode_audio
 from llava_mcore.errors import DataError
 from llava_mcore.files.near_match import near_hint, shortened
-from llava_mcore.prepare.media.pictures import read_picture
-from llava_mcore.prepare.media.sounds import read_sound
+from llava_mcore.prepare.media.audios import read_audio
+from llava_mcore.prepare.media.images import read_image
 from llava_mcore.prepare.media.videos import read_video
 from llava_mcore.prepare.row_types import BadSample
 from llava_mcore.prepare.sampling import Sampling
@@ -41,13 +41,14 @@ WAVE = [math.sin(index / 20) / 2 for index in range(800)]
     ids=lambda value: str(value)[:40],
 )
 def test_contents_in_a_row(reference: Any) -> None:
-    assert read_picture(reference, Path("/nowhere")).data == PICTURE
+    """A picture's bytes are read in every form that rows hold them in."""
+    assert read_image(reference, Path("/nowhere")).data == PICTURE
 
 
 def test_a_file_named_like_base64(tmp_path: Path) -> None:
     name = base64.b64encode(PICTURE[:24]).decode().replace("/", "A")
     (tmp_path / name).write_bytes(PICTURE)
-    assert read_picture(name, tmp_path).data == PICTURE
+    assert read_image(name, tmp_path).data == PICTURE
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_file_named_like_base64(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_told_briefly(reference: Any, expected: str) -> None:
     with pytest.raises(BadSample, match=expected) as caught:
-        read_picture(reference, Path("/nowhere"))
+        read_image(reference, Path("/nowhere"))
     assert len(str(caught.value)) < 250
 
 
@@ -85,7 +86,7 @@ def test_the_near_match_of_a_missing_file(tmp_path: Path, written: str, on_disk:
     missing, match = shortened(str(tmp_path / written)), shortened(str(tmp_path / on_disk))
     expected = f"{missing}: No such file or directory; there is {match}, which differs in {ways}"
     with pytest.raises(BadSample) as caught:
-        read_picture(written, tmp_path)
+        read_image(written, tmp_path)
     assert caught.value.detail == expected
     for name in ("gone.jpg", "sub/gone/x.jpg", "\0", "y" * 300):
         assert near_hint(tmp_path / name) == ""
@@ -94,11 +95,12 @@ def test_the_near_match_of_a_missing_file(tmp_path: Path, written: str, on_disk:
 
 
 def test_sounds_as_arrays(tmp_path: Path) -> None:
-    sound = read_sound({"array": WAVE, "sampling_rate": 16000}, tmp_path, LIMITS, decode=True)
+    """Arrays of samples become WAV files, mixed down to mono; impossible ones are refused."""
+    sound = read_audio({"array": WAVE, "sampling_rate": 16000}, tmp_path, LIMITS, decode=True)
     assert (sound.extension, sound.seconds) == ("wav", 0.05)
-    np.testing.assert_array_equal(decode_sound(sound.data, 16000), np.float32(WAVE))
-    stereo = read_sound({"array": [WAVE, [0.0] * 800], "sampling_rate": 16000.0}, tmp_path, LIMITS)
-    np.testing.assert_allclose(decode_sound(stereo.data, 16000), np.float32(WAVE) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(decode_audio(sound.data, 16000), np.float32(WAVE))
+    stereo = read_audio({"array": [WAVE, [0.0] * 800], "sampling_rate": 16000.0}, tmp_path, LIMITS)
+    np.testing.assert_allclose(decode_audio(stereo.data, 16000), np.float32(WAVE) / 2, rtol=1e-6)
     for reference, expected in (
         ({"array": WAVE}, "the sampling_rate of a sound is null; expected"),
         ({"array": [9e3], "sampling_rate": 8000}, "samples up to 9000; expected .*numbers from -1 to 1"),
@@ -106,7 +108,7 @@ def test_sounds_as_arrays(tmp_path: Path) -> None:
         (WAVE, "a list of 800 numbers or lists.*sampling_rate"),
     ):
         with pytest.raises(BadSample, match=expected):
-            read_sound(reference, tmp_path, LIMITS)
+            read_audio(reference, tmp_path, LIMITS)
 
 
 def test_columns_of_arrays(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_the_meta_data_are_those_of_energon_prepare(tmp_path: Path) -> None:
 
 
 def test_energon_lint(tmp_path: Path) -> None:
+    """Energon's own check passes what `prepare` writes, and finds a shard that was cut off."""
     make(cases.write_sharegpt(tmp_path / "src", chat_cases()), tmp_path / "out")
     lint = ["lint", str(tmp_path / "out"), "--dataset-config", "lint.yaml"]
     assert CliRunner().invoke(energon, lint).exit_code == 0
@@ -109,6 +110,7 @@ def test_energon_lint(tmp_path: Path) -> None:
 
 
 def test_validation_shards(tmp_path: Path) -> None:
+    """A share of the shards, at least one and never all, is for validation."""
     make(cases.write_parquet(tmp_path / "src", vqa_cases(20)), tmp_path / "out", Options(4, val_ratio=0.01))
     parts = {part: {messages(s)[0][0]["content"] for s in load(tmp_path / "out", part)} for part in ("train", "val")}
     assert (len(parts["train"]), len(parts["val"])) == (16, 4) and not parts["train"] & parts["val"]
@@ -196,6 +198,7 @@ def test_a_list_becomes_a_blend(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_list_with_epochs(tmp_path: Path) -> None:
+    """Sources are repeated as often as the list says."""
     listing = write_listing(tmp_path, chat={"epochs": 2}, text={"epochs": 0.5})
     assert main(command(listing, tmp_path / "out")) == 0
     found = load(tmp_path / "out" / "blend.yaml", number=36)
@@ -222,6 +225,7 @@ def test_a_list_grows_and_is_continued(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_bad_lists_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each mistake in a list or its flags is refused with what to change."""
     listing = write_listing(tmp_path, chat={"weight": 1, "name": "triples"}, text={"epochs": 2})
     with pytest.raises(DataError) as caught:
         read_listing(listing)

@@ -149,6 +149,7 @@ def spoil(change: Callable[[Path], Any]) -> Callable[[Path], Path]:
     ],
 )
 def test_triples(change: Callable[[Path], Any], reason: Reason, tmp_path: Path) -> None:
+    """A triple that cannot be used is left out with its reason, and the others are kept."""
     result = make(spoil(change)(tmp_path), tmp_path / "out", max_skip_rate=0.5)
     assert result.counts.reasons == {reason.value: 1}
     assert contents(tmp_path / "out") == [vqa_cases(3)[i].content for i in (0, 2)]
@@ -159,6 +160,7 @@ def test_triples(change: Callable[[Path], Any], reason: Reason, tmp_path: Path) 
 
 
 def test_triples_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative source and files with a byte order mark are read."""
     source = cases.write_triples(tmp_path, vqa_cases(3))
     for file in (source / "001.json", source / "001.txt"):
         file.write_bytes(BOM + file.read_bytes())

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava_mcore.errors import DataError
-from llava_mcore.prepare.media.pictures import read_picture
+from llava_mcore.prepare.media.images import read_image
 from llava_mcore.prepare.record_layouts import Keys, parse
 from llava_mcore.prepare.row_types import BadSample
 from llava_mcore.prepare.shard_plan import Options
@@ -45,6 +45,7 @@ VQA_WRITERS: dict[str, tuple[Writer, Format]] = {
 
 @pytest.mark.parametrize("name", CHAT_WRITERS)
 def test_conversations_in_every_format(name: str, tmp_path: Path) -> None:
+    """Every format gives the same samples, whether it is detected or named."""
     writer, wanted = CHAT_WRITERS[name]
     source = writer(tmp_path / "src", chat_cases())
     result = make(source, tmp_path / "auto")
@@ -56,6 +57,7 @@ def test_conversations_in_every_format(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VQA_WRITERS)
 def test_questions_in_every_format(name: str, tmp_path: Path) -> None:
+    """Every format gives the same samples."""
     writer, wanted = VQA_WRITERS[name]
     source = writer(tmp_path / "src", vqa_cases(9))
     make(source, tmp_path / "out", how=Opening(wanted))
@@ -63,6 +65,7 @@ def test_questions_in_every_format(name: str, tmp_path: Path) -> None:
 
 
 def test_texts_and_keys() -> None:
+    """Rows with `texts` are read, and columns by the names that are given."""
     pairs = {"texts": [{"user": "<image>\nA?", "assistant": "B", "source": "x"}], "images": [b"1"]}
     draft = parse(pairs, Keys())
     assert [(t.role, t.text) for t in draft.turns] == [("user", "<image>\nA?"), ("assistant", "B")]
@@ -212,14 +215,15 @@ def test_lines_with_bom_blanks_and_no_end(tmp_path: Path) -> None:
 
 
 def test_pictures_of_every_reference(tmp_path: Path) -> None:
+    """Bytes, relative and absolute paths and file URLs name the same picture."""
     data = picture(0, "PNG")
     path = tmp_path / "a picture: one.png"
     path.write_bytes(data)
     uri = path.as_uri()
     assert "%20" in uri
     for reference in (data, path.name, str(path), uri, uri.replace("file:", "file://localhost", 1).replace("///", "/")):
-        assert read_picture(reference, tmp_path).data == data
-    assert read_picture({"bytes": None, "path": path.name}, tmp_path).extension == "png"
+        assert read_image(reference, tmp_path).data == data
+    assert read_image({"bytes": None, "path": path.name}, tmp_path).extension == "png"
 
 
 def test_sources_that_cannot_be_told(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from llava_mcore.errors import ConfigError, os_error_text
-from llava_mcore.files.text_files import naming
+from llava_mcore.files.regular import naming
 from llava_mcore.launch.checkout import REPOSITORY
-from llava_mcore.processes.messages import with_messages
-from llava_mcore.training.closing import warn_on_failure
+from llava_mcore.log import warn_on_failure
+from llava_mcore.processes.control import with_messages
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -42,6 +42,7 @@ def raising(error: BaseException) -> Callable[[], int]:
     ],
 )
 def test_one_message_and_exit_code_2(error: Exception, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error is one message, with what to do where that is known."""
     assert with_messages(raising(error)) == 2
     assert capsys.readouterr().err.startswith(f"error: {says}")
 
@@ -79,6 +80,7 @@ def run(line: str, **environ: str) -> tuple[int, str]:
     ],
 )
 def test_consoles(line: str, code: int, says: str) -> None:
+    """Closed and full consoles, deleted folders and text beyond ASCII end as they should."""
     encoding = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     found, said = run(line, PYTHONPATH=str(REPOSITORY), **encoding)
     assert (found, said[: len(says)]) == (code, says) and "Traceback" not in said
@@ -104,3 +106,15 @@ def test_a_step_at_the_end_that_fails_is_one_line(caplog: pytest.LogCaptureFixtu
     ]
     with pytest.raises(TypeError):
         warn_on_failure("a step", raising(TypeError()))
+
+
+def test_libraries_stay_quiet_if_they_are_imported_later() -> None:
+    """transformers sets its own level at import; loader processes and commands have called this before."""
+    code = (
+        "import os; os.environ.pop('TRANSFORMERS_VERBOSITY', None)\n"
+        "from llava_mcore import log; log.quiet_libraries()\n"
+        "from transformers.utils import logging\n"
+        "logging.get_logger('transformers.models.qwen3_vl').warning_once('noise')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "noise" not in done.stdout + done.stderr

@@ -43,6 +43,7 @@ VARIANTS = [
     ("llava-onevision-7b/stage2-ov.yaml", "--packing --seq-length 16384"),
     ("qwen2.5-vl-7b/finetune.yaml", "--tp 2 --sequence-parallel"),
     ("qwen2.5-vl-7b/full.yaml", "--tp 2 --sequence-parallel"),
+    ("qwen2.5-vl-lora/lora.yaml", "--tp 2 --sequence-parallel"),
     (
         "lora-one-gpu/lora.yaml",
         "--lora-r 128 --lora-alpha 256 --lora-modules-to-save multi_modal_projector optimizer.projection_lr=2e-5",
@@ -129,7 +130,7 @@ def test_configuration_of_an_example_resolves(
     config: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch, "_count_gpus", lambda: 0)
-    if config.startswith("speech"):
+    if config == "speech/train.yaml":
         make_hf_audio(tmp_path / "hf", text_overrides={"max_position_embeddings": 1024})
     else:
         make_hf_llava(tmp_path / "hf")
@@ -220,6 +221,7 @@ def test_figures_are_in_generated_tables_only() -> None:
 
 
 def test_links_of_the_recipes() -> None:
+    """Every relative link leads to a file."""
     for path in EXAMPLES.glob("*/README.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), (path, target)

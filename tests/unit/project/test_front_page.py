@@ -15,6 +15,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_architectures_and_their_capabilities() -> None:
+    """The table of classes is the one that the code gives."""
     assert capability_table() in README, "run python -m tests.helpers.capabilities"
     assert ON_GPUS.keys() <= ARCHITECTURES.keys()
 
@@ -30,6 +31,7 @@ def test_the_quickstart_s_answers() -> None:
 
 
 def test_the_rounds_of_faults() -> None:
+    """The numbers of rounds are those of the recorded results."""
     disturbed, right = survived()
     text = " ".join(README.split())
     assert f"[{disturbed} kills, hangs, flipped bytes and full disks](benchmarks/results/chaos.md)" in text
@@ -37,6 +39,7 @@ def test_the_rounds_of_faults() -> None:
 
 
 def test_order_of_the_page() -> None:
+    """The picture, the commands, the measurements, the table and the links come in this order."""
     marks = ["docs/quickstart.png", "## From a Hugging Face folder to answers", "make venv", "<!-- measured -->"]
     places = [README.index(mark) for mark in [*marks, capability_table(), "docs/README.md"]]
     assert places == sorted(places)

@@ -18,6 +18,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 import llava_mcore
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.groups import shut_down
+from tests.helpers.forked_training import ranks_are_forked
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -48,10 +49,15 @@ def weights(folder: Path) -> bytes:
 
 
 def test_the_page(here: Path) -> None:
-    """Untrained logits are Hugging Face's, and a run of two iterations comes back as another model."""
+    """Untrained logits are Hugging Face's, and a run of two iterations comes back as another model.
+
+    The ranks of the run are forked; tests/e2e start them as the page does.
+    """
     found: dict[str, Any] = {}
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))
     try:
-        exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)), found)
+        with ranks_are_forked():
+            exec(code, found)
     finally:
         shut_down()
     assert found["checkpoint"] == Path("llava-megatron/iter_0000000") and found["checkpoint"].is_dir()
@@ -66,6 +72,7 @@ def test_the_page(here: Path) -> None:
 
 
 def test_the_docstrings(here: Path) -> None:
+    """The examples in docstrings run as they stand."""
     (here / "llava").rename("hf")
     runner = doctest.DocTestRunner()
     try:

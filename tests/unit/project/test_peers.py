@@ -24,8 +24,7 @@ from benchmarks.shapes import SHAPES, make_hf_folder, random_sizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
-from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.media.pixels import NO_SCALE
+from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 
 CPU = torch.device("cpu")
 LENGTH = 2048
@@ -168,7 +167,7 @@ def test_text_alone_gives_every_weight_a_gradient(folder: Path, shape: str) -> N
     ids = torch.randint(8, 200, (1, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros(ids.shape)
     mask[:, 10:30] = 1
-    position_ids = torch.arange(40).expand((3, 1, 40) if "qwen" in shape else (1, 40))
+    position_ids = torch.arange(40).expand((3, 1, 40) if config.model_type == "qwen2_5_vl" else (1, 40))
     batch: Any = SimpleNamespace(
         input_ids=ids,
         labels=ids.roll(-1, 1),

@@ -62,6 +62,7 @@ def test_spread_leaves_out_what_waits_for_other_ranks(tmp_path: Path) -> None:
 
 
 def test_predicted_bubble() -> None:
+    """It is (stages - 1) / (micro-batches + stages - 1)."""
     assert predicted_bubble(1, 8) == 0
     assert predicted_bubble(2, 8) == 1 / 9
 

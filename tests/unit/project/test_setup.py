@@ -66,6 +66,7 @@ def test_python_on_path_is_taken_and_a_shim_that_fails_is_passed_over(project: P
 
 @pytest.mark.parametrize("lock", ["environments/newest.lock.txt", "none"])
 def test_another_environment_with_another_lock_or_none(project: Path, lock: str) -> None:
+    """The script installs into the given folder, with the given lock file."""
     add(project / "bin" / "python3")
     done = run(project, "dev", ".venv-newest", lock)
     assert done.returncode == 0, done.stderr

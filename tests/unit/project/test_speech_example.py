@@ -12,8 +12,9 @@ def test_the_page_has_the_scores_of_the_recorded_run() -> None:
     page = (docs / "quickstart.md").read_text(encoding="utf-8")
     before, after = (results["scores"][when] for when in ("before training", "after training"))
     known = results["held_out"]["prompts with known words only"]
+    counted = {"word error rate, known words only": f"word error rate, known words only ({known} prompts)"}
     for name, share in after.items():
-        title = f"{name} ({known} prompts)" if "known" in name else name
+        title = counted.get(name, name)
         assert f"| {title} | {100 * before[name]:.1f} % | {100 * share:.1f} % |" in page
     assert f"{results['held_out']['prompts']} prompts whose text" in page
     assert f"After {results['loss']['iterations']} iterations" in page

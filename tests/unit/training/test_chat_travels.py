@@ -17,13 +17,13 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets, require_same_tokenizer
-from llava_mcore.data.encode.processors import PROCESSOR_FILES
-from llava_mcore.data.encode.text.template_file import require_same_template, write_chat_template
+from llava_mcore.data.encode.chat_template import require_same_template, write_chat_template
+from llava_mcore.data.processors.load import PROCESSOR_FILES
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.templates.named import NAMES
-from llava_mcore.training.carried_folder import write_carried_folder, write_stop_token
+from llava_mcore.training.saving.hf_files import write_carried_folder, write_stop_token
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.setup import build_trainer

@@ -15,8 +15,7 @@ from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.loss.terms import ChunkLogits
 from llava_mcore.parallel.groups import Groups, single_process
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.loss_terms import LOSS_TERMS, KnownTerm
 from llava_mcore.training.step import StepResult, train_step
 from tests.helpers.batches import FakeLoader
@@ -33,6 +32,7 @@ def step(groups: Groups, run: RunConfig) -> StepResult:
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss term of docs/extend/loss.md works as its blocks stand."""
     key, term, _ = blocks("loss.md")
     make_hf_llava(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "megatron")

@@ -20,10 +20,11 @@ from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.named_sums import add_sum
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.metrics_file import DEVICE_SUMS, Metrics
-from llava_mcore.training.logs.reporter import HOST_METRICS, Reporter
-from llava_mcore.training.logs.start_times import StartTimes
+from llava_mcore.training.logs.reporter import HOST_METRICS, Reporter, StartTimes
 from llava_mcore.training.loss_terms import LOSS_TERMS, KnownTerm
+from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.saving.state import TrainingProgress
+from llava_mcore.training.step import train_step
 from tests.helpers.pages import blocks
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
@@ -51,6 +52,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_page(tmp_path: Path, tables: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The metrics of docs/extend/metric.md work as their blocks stand."""
     host, loader, logits, model, name = blocks("metric.md")
     make_hf_llava(tmp_path / "hf")
     checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron")
@@ -71,7 +73,9 @@ def test_the_page(tmp_path: Path, tables: dict[str, Any], caplog: pytest.LogCapt
             data = TrainLoader(run.data, assets, micro_batch_size=4, dp_rank=0, dp_size=1, seed=1)
             iterations = Iterations(trainer, data, progress, Reporter(trainer, progress, StartTimes()))
             for _ in range(STEPS):
-                iterations.launch(iterations.fetch([]))
+                fetched, rates = iterations.fetch([]), learning_rates(run, trainer.scheduler)
+                parts = (trainer.groups, trainer.chunks, trainer.optimizer, trainer.scheduler)
+                iterations.launched(fetched, train_step(*parts, fetched.batches, iterations.size), rates)
             iterations.report_pending()
             data.close()
     finally:

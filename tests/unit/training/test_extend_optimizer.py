@@ -17,8 +17,7 @@ from llava_mcore.config.sections.optimizer import OptimizerConfig
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.groups import Groups, single_process
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
 from llava_mcore.training.optimization.optimizers import OPTIMIZERS, OptimizerKind
 from llava_mcore.training.setup import Trainer
@@ -49,6 +48,7 @@ def state_of(trainer: Trainer, groups: Groups, *, is_loading: bool) -> dict[str,
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_page(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer of docs/extend/optimizer.md works as its blocks stand."""
     settings, line = blocks("optimizer.md")
     names = settings.run({"Field": Field, "Literal": Literal})
     types = {

@@ -19,12 +19,12 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.errors import ConfigError, TrainingError
-from llava_mcore.training.faults.out_of_memory import explain_out_of_memory
-from llava_mcore.training.faults.spikes import MIN_LOSSES, WINDOW, SpikeAlert
+from llava_mcore.training.faults.bad_steps import MIN_LOSSES, WINDOW, SpikeAlert, explain_out_of_memory
 from llava_mcore.training.logs.run_record import git_revision, versions
 
 
 def test_skipped_ranges() -> None:
+    """Ranges are separated by commas or spaces; anything else is refused."""
     assert parse_ranges(None) == ()
     assert parse_ranges("3-5,9-9") == parse_ranges("3-5 9-9") == (range(3, 6), range(9, 10))
     for wrong in ("5", "5-3", "0-2", "a-b", "1-2;3-4"):
@@ -42,6 +42,7 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
 
 
 def test_a_spike_and_the_range_it_suggests() -> None:
+    """A loss far above the last ones is told, with the range of iterations to skip."""
     alert = SpikeAlert(2.0, before=[None, *([1.0] * (MIN_LOSSES - 1))])
     assert alert.check(10, 50.0) is None, "too few losses are known"
     alert = SpikeAlert(2.0, before=[1.0] * MIN_LOSSES)

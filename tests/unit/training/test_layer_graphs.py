@@ -20,8 +20,7 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.groups import join_alone
-from llava_mcore.training.faults.skipped_samples import SkipBudget
-from llava_mcore.training.fetch import fetch_step
+from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.graphs import layer_graphs, model_graphs
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.packs import TokenPacks, padded_bounds
@@ -280,6 +279,7 @@ def test_which_towers_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_rules(tmp_path: Path) -> None:
+    """Options that graphs do not allow are refused, each by name."""
     base = [f"checkpoint.save_dir={tmp_path}", "checkpoint.init=true", "model.cuda_graphs=true"]
     alone = load_run_config(None, base)
     found = check_run(alone, None, world_size=1, device_available=True)

@@ -20,8 +20,8 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, FileError
 from llava_mcore.training.logs.metrics_file import Metrics, MetricsFile, read_lines
+from llava_mcore.training.logs.run_record import KEY, adopt_ids, read_ids, write_id
 from llava_mcore.training.logs.sinks import PLOT, Sinks, draw_losses
-from llava_mcore.training.run_ids import KEY, adopt_ids, read_ids, write_id
 from tests.helpers.mlflow_server import RUN_ID, MLflowServer
 
 FIRST = "time_to_first_iteration_seconds"
@@ -96,6 +96,7 @@ def test_a_copied_checkpoint_brings_the_ids_of_its_run(tmp_path: Path) -> None:
 
 
 def test_mlflow_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run continues the same MLflow run."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = load_run_config(None, [f"checkpoint.save_dir={tmp_path}", "logging.mlflow=true", "training.seed=77"])
@@ -127,6 +128,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, *more: str
 
 
 def test_mlflow_on_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each metric arrives once, and the run is ended."""
     with MLflowServer() as server:
         session(served(tmp_path, monkeypatch, server.uri), 0, [4.0, 3.0])
     assert [point for point in server.points if point[0] == "loss"] == [("loss", 1, 4.0), ("loss", 2, 3.0)]

@@ -86,6 +86,7 @@ def test_loader_processes_change_nothing(root: Path, assets: Assets) -> None:
 
 
 def test_without_a_validation_split(root: Path) -> None:
+    """Data without a validation part is refused with what to add."""
     for name, words in (("other", "has no shards in its 'val' part"), ("no-val.yaml", "has no 'val' section")):
         check_dataset(root / name)
         with pytest.raises(DataError, match=r"--val-ratio 0\.05, or a val section in a blend") as caught:

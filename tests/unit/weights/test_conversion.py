@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, FuseQV, PadColumns, PadParts, PadRows, Regroup, Reshape
-from llava_mcore.weights.sharding import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
-from llava_mcore.weights.table import Entry, MappingTable, check_coverage
+from llava_mcore.weights.table import COLUMN, GATED_COLUMN, REPLICATED, ROW, Entry, MappingTable, Shard, check_coverage
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 TAIL = st.sampled_from([(), (3,), (2, 5)])
@@ -23,6 +22,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 5), TAIL, DTYPES)
 def test_fuse_qkv(groups: int, per_group: int, d: int, tail: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Queries, keys and values come back bit for bit, also from files that hold them fused."""
     heads = groups * per_group
     q, k, v = tensor(heads * d, *tail, dtype=dtype), tensor(groups * d, *tail, dtype=dtype), tensor(groups * d, *tail)
     v = v.to(dtype)
@@ -42,6 +42,7 @@ def test_fuse_qkv(groups: int, per_group: int, d: int, tail: tuple[int, ...], dt
 
 
 def test_biases_without_that_of_keys() -> None:
+    """A missing bias of the keys is zero in the fused one."""
     query, value = torch.randn(12), torch.randn(12)
     fused = FuseQV(4).to_megatron(query, value)
     assert torch.equal(fused, FuseQKV(4, 4).to_megatron(query, torch.zeros(12), value))
@@ -51,6 +52,7 @@ def test_biases_without_that_of_keys() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), TAIL, DTYPES)
 def test_concat_reshape_pad_copy(num: int, rows: int, tail: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Each transform is undone by its inverse, and padding is zero."""
     parts = [tensor(rows, *tail, dtype=dtype) for _ in range(num)]
     back = Concat(num).to_hf(Concat(num).to_megatron(*parts))
     assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))

@@ -1,0 +1,43 @@
+"""The register of model classes: a row for each Hugging Face class that can be imported, trained and exported.
+
+Flags, rules, `ARCHITECTURES` (models/architectures/registry.py), the classes that `build` writes
+(build/architectures/registry.py) and the table in README.md follow from it. It needs no torch: --help and configuration
+files name classes before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """One class of transformers.
+
+    Attributes:
+        name: its name there.
+        architecture: file and class in `models/architectures/`.
+        folder: file and class in `build/architectures/`; None: `build` does not write it.
+    """
+
+    name: str
+    architecture: str
+    folder: str | None = None
+
+
+MODEL_CLASSES = {
+    "llava": ModelClass("LlavaForConditionalGeneration", "llava.Llava", "llava.LlavaFolder"),
+    "llava_next": ModelClass("LlavaNextForConditionalGeneration", "llava_next.LlavaNext", "grids.NextFolder"),
+    "llava_onevision": ModelClass(
+        "LlavaOnevisionForConditionalGeneration", "llava_onevision.LlavaOnevision", "grids.OnevisionFolder"
+    ),
+    "internvl": ModelClass("InternVLForConditionalGeneration", "internvl.InternVl", "internvl.InternVlFolder"),
+    "idefics2": ModelClass("Idefics2ForConditionalGeneration", "idefics2.Idefics2", "idefics2.Idefics2Folder"),
+    "idefics3": ModelClass("Idefics3ForConditionalGeneration", "idefics3.Idefics3", "idefics3.Idefics3Folder"),
+    "smolvlm": ModelClass("SmolVLMForConditionalGeneration", "idefics3.SmolVlm", "idefics3.SmolVlmFolder"),
+    "qwen2_vl": ModelClass("Qwen2VLForConditionalGeneration", "qwen_vl.Qwen2Vl"),
+    "qwen2_5_vl": ModelClass("Qwen2_5_VLForConditionalGeneration", "qwen_vl.Qwen25Vl"),
+    "qwen3_vl": ModelClass("Qwen3VLForConditionalGeneration", "qwen_vl.Qwen3Vl"),
+    "qwen2_audio": ModelClass("Qwen2AudioForConditionalGeneration", "qwen2_audio.Qwen2Audio"),
+}
+"""By model_type. `build` takes the first class that has the connector asked for."""

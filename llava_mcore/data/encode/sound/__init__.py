@@ -1,1 +1,0 @@
-"""Sound: files -> samples of a wave -> what the model's encoder reads."""

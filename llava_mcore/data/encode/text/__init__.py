@@ -1,1 +1,0 @@
-"""A conversation's text: which template renders it, and which tokens its characters become."""

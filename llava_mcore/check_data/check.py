@@ -76,6 +76,7 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
     """
     data = DataConfig(seq_length=check.seq_length, max_media_tokens=check.max_media_tokens)
     check_budgets(data, assets)
+    # Problems of the files are reported together with those of the samples that can be read.
     stop: list[str] = []
     examiner = None
     try:
@@ -88,6 +89,7 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
         )
     except DataError as error:
         stop = stop or [str(error)]  # otherwise another message has reported it
+    # Every shard is looked at; with --full, every sample.
     datasets = examiner.datasets if examiner is not None else []
     tally = Tally(
         [DatasetTally(d.path, d.share, d.repeats, len(d.shards), d.num_samples) for d in datasets],
@@ -97,6 +99,7 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
     start = time.perf_counter()
     if examiner is not None:
         _scan(examiner, tasks, tally, check)
+    # The report says whether all samples were checked: shares are estimates otherwise.
     report = DataReport(
         data_path=str(check.data_path),
         tokenizer_dir=str(check.tokenizer_dir),

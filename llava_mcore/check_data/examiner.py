@@ -121,6 +121,7 @@ class Examiner:
         return self._encoder.preencode_sample(data.chat(data.decode(parts))).conversations
 
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
+        # The steps of training. A sample that one of them refuses is left out there too.
         parts = data.raw(blank.index)
         if parts is None:
             return replace(blank, status="left out")
@@ -138,6 +139,7 @@ class Examiner:
         except (*DATA_ERRORS, DataError) as error:
             self._skips(error, parts, None)
             return replace(blank, status="left out")
+        # What training would use, and what its author may not have meant.
         used = encoded.conversations
         return replace(
             blank,

@@ -101,6 +101,7 @@ class DataReport:
         """Return the report as plain containers."""
         tally = self.tally
         return {
+            # The verdict first; the rest explains it.
             "data_path": self.data_path,
             "tokenizer_dir": self.tokenizer_dir,
             "train": not self.reasons_not_to_train,
@@ -112,6 +113,7 @@ class DataReport:
             "max_skip_rate": self.max_skip_rate,
             "seconds": round(self.seconds, 3),
             "seq_length": self.seq_length,
+            # Sizes, for the sequence length and the packing.
             "tokens_per_sample": {
                 **self.quantiles(),
                 "histogram": [list(one) for one in bins(tally.lengths, NUM_BINS)],
@@ -126,6 +128,7 @@ class DataReport:
             "unused_keys": dict(tally.unused.most_common()),
             "sounds_per_sample": _by_number(tally.sounds),
             "epoch": self.epoch(),
+            # Each dataset, and each problem with examples.
             "datasets": [asdict(one) for one in tally.datasets],
             "stop": list(self.stop),
             "remarks": list(self.remarks),

@@ -81,6 +81,7 @@ def _print_lengths(report: DataReport, console: Console) -> None:
     tally = report.tally
     if not tally.lengths:
         return
+    # Lengths as quantiles and as bars, which show several kinds of samples.
     quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles().items())
     _line(console, f"\ntokens per sample, media included: {quantiles}")
     ranges = bins(tally.lengths, NUM_BINS)
@@ -89,6 +90,7 @@ def _print_lengths(report: DataReport, console: Console) -> None:
     for first, last, count in ranges:
         bar = "█" * -(-count * BAR // largest) + " " if count else ""
         _line(console, f"  {first:>{width}} to {last:>{width}} {bar}{count}")
+    # Only the kinds of media that the data has.
     if any(tally.patches):
         quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles_of_patches().items())
         _line(console, f"{report.unit} per sample (data.max_media_tokens): {quantiles}")
@@ -99,6 +101,7 @@ def _print_lengths(report: DataReport, console: Console) -> None:
         _line(console, f"frames per video: {_listed(tally.frames)}")
     if any(tally.sounds):
         _line(console, f"sounds per sample: {_listed(tally.sounds)}")
+    # What packing and an epoch make of these lengths.
     _print_fill(report, console)
     epoch = report.epoch()
     if epoch is None:

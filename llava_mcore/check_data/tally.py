@@ -99,6 +99,7 @@ class Tally:
         if finding.status == "excluded":
             data.num_excluded += 1
             return
+        # Reasons count for left-out samples too, sizes for all whose size is known.
         level = "stop" if finding.status == "stop" else "left out"
         for level_, reasons in ((level, finding.reasons), ("remark", finding.remarks)):
             for reason in reasons:
@@ -112,6 +113,7 @@ class Tally:
             self.sizes[finding.num_tokens, steps] += 1
         if finding.status != "used":
             return
+        # Only what training uses.
         self.num_packs += finding.num_conversations > 1
         self.images[finding.num_images] += 1
         self.videos[len(finding.num_frames)] += 1

@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_parts(group: argparse._ArgumentGroup) -> None:
+    # The parts: language model and tower.
     group.add_argument(
         "--text-model",
         metavar="TAG_OR_DIR",
@@ -65,6 +66,7 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
         metavar="TAG_OR_DIR",
         help="Whisper model whose encoder is used: builds a Qwen2-Audio folder, without a vision tower",
     )
+    # How text and pictures reach them; by default each part brings its own.
     group.add_argument("--tokenizer", metavar="TAG_OR_DIR", help="tokenizer (default: the text model's)")
     group.add_argument(
         "--image-processor",
@@ -81,6 +83,7 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
+    # The class of the folder.
     group.add_argument(
         "--connector",
         choices=CONNECTORS,
@@ -106,6 +109,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         help="let the projector read a second layer of the tower, half as deep as the first, which makes its input "
         "twice as wide",
     )
+    # Which pictures the tower takes, and which of its features the language model gets.
     group.add_argument(
         "--image-size",
         type=int,

@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for data; they have the same meaning as for training."""
     p = parser.add_argument_group("a dataset")
+    # The settings of training that decide which samples are used.
     p.add_argument("--data-path", type=Path, help="prepared folder, or a blend's .yaml, to check")
     p.add_argument("--tokenizer-load-dir", type=Path, help="Hugging Face folder with tokenizer and processor")
     p.add_argument("--chat-template", help=f"template to train with: {', '.join(NAMES)}, or a .jinja file")
@@ -74,6 +75,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--max-skip-rate", type=float, default=rate, help="fraction of samples that may be skipped (default 0.01)"
     )
+    # How much is checked and shown.
     p.add_argument("--full", action="store_true", help="check every sample, not only some of every shard")
     p.add_argument("--num-workers", type=int, default=0, help="worker processes (default 0: this process)")
     p.add_argument(

@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
         "CIDEr), on tasks of lm-eval, and on tasks of lmms-eval.",
     )
     p.add_argument("--json", type=Path, metavar="FILE", help="write all scores, and every answer with its scores")
+    # Who is asked; both kinds of folders may be compared.
     models = p.add_argument_group("models; both flags may be repeated")
     models.add_argument("--hf-dir", type=Path, action="append", default=[], help="Hugging Face folder")
     models.add_argument("--megatron-dir", type=Path, action="append", default=[], help="Megatron checkpoint; no tasks")
@@ -45,10 +46,9 @@ def parser() -> argparse.ArgumentParser:
     models.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel size (default 1)")
     models.add_argument("--pp", type=positive, metavar="N", help="pipeline-parallel size (default 1)")
     models.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype in memory (default: that of config.json)")
-    models.add_argument(
-        "--batch-size", type=positive, metavar="N",
-        help="questions that a Megatron checkpoint or lm-eval answers at the same time (default 1)",
-    )  # fmt: skip
+    batch_help = "questions that a Megatron checkpoint or lm-eval answers at the same time (default 1)"
+    models.add_argument("--batch-size", type=positive, metavar="N", help=batch_help)
+    # What is asked: a dataset, or tasks of other programs.
     data = p.add_argument_group("a dataset")
     data.add_argument("--data-path", help="prepared folder or a blend's .yaml")
     data.add_argument("--split", choices=SPLITS, help="split (default val)")
@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
             _ask_folder(report, folder, args)
         for folder in args.megatron_dir:
             report.begin(folder)
-            base_dir = base_dir_of(args, folder)
-            report.add(data=score_records(answer_checkpoint(folder, _job(args), layout_of(args), base_dir)))
+            answers = answer_checkpoint(folder, _job(args), layout_of(args), base_dir_of(args, folder))
+            report.add(data=score_records(answers))
     finally:
         report.show()
     return 0

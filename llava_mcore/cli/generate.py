@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "A Hugging Face folder is run by transformers, a Megatron checkpoint by tp x pp processes with a key/value "
         "cache. Both give the same tokens. Runs on GPUs if there are any.",
     )
+    # Which model answers.
     model = p.add_argument_group("the model: one of --hf-dir and --megatron-dir")
     model.add_argument("--hf-dir", type=Path, help="Hugging Face folder")
     model.add_argument("--megatron-dir", type=Path, help="Megatron checkpoint, or a folder of them (newest is used)")
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     model.add_argument("--base-dir", type=Path, metavar="DIR", help=BASE_DIR_HELP)
     add_loading_flags(model)
+    # What it is asked: one question, or those of a dataset.
     one = p.add_argument_group("one question")
     one.add_argument("--question", help="text; <image>, <video> and <audio> may mark positions (default: at the start)")
     one.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="picture; may be repeated")

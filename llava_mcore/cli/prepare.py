@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "skipped, listed\nand counted.",
         epilog=EPILOG,
     )
+    # Where rows and media are.
     p.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="files or folders, or a .yaml that lists them")
     p.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder to write: new, or started by this command"
@@ -74,12 +75,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--question-key", help="field with the question (default: question, instruction, …)")
     p.add_argument("--answer-key", help="field with the answer (default: answer, answers, …)")
     p.add_argument("--captions", action="store_true", help="there are no questions; the picture is the question")
-    p.add_argument(
-        "--tokenizer-load-dir",
-        type=Path,
-        metavar="T",
-        help="count tokens as in training with this folder",
-    )
+    # How samples are counted, packed and divided over shards.
+    p.add_argument("--tokenizer-load-dir", type=Path, metavar="T", help="count tokens as in training with this folder")
     p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
     p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
     p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
@@ -152,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
         sampling=Sampling(args.video_fps, args.video_max_frames),
         limits=limits_of(args),
     )
+    # A listing prepares a dataset for each of its sources, and a blend of them.
     _check(args)
     console = Console()
     is_blend = is_listing(args.sources[0])
@@ -160,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         hint = "fix the disk and run the command again, which keeps finished shards; or choose another --out"
         raise DataError(f"--out {args.out} cannot be written: {error}; {hint}") from error
+    # The summary comes before the errors, so that an incomplete dataset is explained.
     show(console, results)
     pictures = [path for result in results if result.counts.conversations for path in draw(result)]
     failed = failures(results, args.max_skip_rate)

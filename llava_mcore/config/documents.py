@@ -119,6 +119,7 @@ def _loader_class() -> type[yaml.SafeLoader]:
             self._heights: dict[yaml.Node, int] = {}
 
         def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            # An alias repeats a value that is complete; one inside its own value would never end.
             mark = self.peek_event().start_mark
             is_alias = self.check_event(yaml.AliasEvent)
             self._depth += 1

@@ -22,6 +22,7 @@ def flag_table() -> str:
     """Return the page: tables of each group of flags, keys without a flag, keys that need another, and what is always
     on."""
     fields = dict(config_fields())
+    # Flags by group, in the order of --help.
     lines = [_HEAD]
     for title, flags in FLAGS.items():
         lines += [f"## {title[0].upper()}{title[1:]}", "", "| flag | key | default | meaning |", "|---|---|---|---|"]
@@ -30,11 +31,13 @@ def flag_table() -> str:
             value = f" = {flag.value}" if flag.value else ""
             lines.append(f"| {names} | `{flag.key}`{value} | {default_text(flag.key)} | {_meaning(fields[flag.key])} |")
         lines.append("")
+    # Then the keys that only --config and key=value reach.
     flagged = {flag.key for flag in ALL_FLAGS}
     lines += ["## Keys without a flag", "", "| key | default | meaning |", "|---|---|---|"]
     for key, field in fields.items():
         if key not in flagged:
             lines.append(f"| `{key}` | {default_text(key)} | {_meaning(field)} |")
+    # Then what belongs together, and what other launchers have.
     lines += [
         "",
         "## Keys that need another",

@@ -53,6 +53,7 @@ def load_run_config(
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     errors: list[str] = []
+    # The file, in our form or as command lines of another trainer.
     if config_file is not None:
         content = read_config_file(config_file)
         if isinstance(content, list):
@@ -63,6 +64,7 @@ def load_run_config(
         else:
             for dotted, value in _flatten(content):
                 _put(values, origin, dotted, value, f"in {config_file}")
+    # What was typed replaces what the file says.
     for text in overrides:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted:
@@ -72,6 +74,7 @@ def load_run_config(
         _put(values, origin, dotted, _parse(dotted, value), f"from {excerpt(text)}")
     for dotted, value in (flags or {}).items():
         _put(values, origin, dotted, value, f"from {(flag_names or {}).get(dotted, 'a flag')}")
+    # All problems are reported at once, each with its origin.
     try:
         config = RunConfig.model_validate(_nest(values, errors, origin))
     except ValidationError as error:

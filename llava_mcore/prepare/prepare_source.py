@@ -96,6 +96,7 @@ def prepare(
     start = time.perf_counter()
     assets = None if options.counting is None else options.counting.load()  # here, so that errors are reported at once
     plan = make_plan(source, options, lambda name: progress.begin(f"reading through {name}", None))
+    # Shards that an earlier start has finished are kept.
     with Journal(folder) as journal:
         journal.begin(plan.request, overwrite=overwrite)
         missing = sorted(set(range(len(plan.shards))) - journal.done())
@@ -103,6 +104,7 @@ def prepare(
             shutil.rmtree(folder / META, ignore_errors=True)  # so that nothing looks finished in the meantime
             (folder / MANIFEST).unlink(missing_ok=True)
             progress.begin(folder.name, sum(s.count for shard in missing for s in plan.shards[shard]))
+        # The others are written, in any order, and recorded one by one.
         setup = ShardSetup(plan.files, plan.how, options, folder, journal.scratch)
         for report in _make(setup, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress):
             journal.add(report)
@@ -120,6 +122,7 @@ def _finish(
     start: float,
 ) -> Result:
     folder = journal.folder
+    # Count, and complete the dataset unless too much was skipped: training takes it only with .nv-meta.
     first = _write_skipped(folder / SKIPPED, journal)
     reports = [replace(report, skipped=()) for report in journal.reports()]
     counts = add_up(report.counts for report in reports)
@@ -133,6 +136,7 @@ def _finish(
         origin = None if assets is None else origin_of(assets.chat.fingerprint, assets.pixel_ranges)
         write_meta(folder, reports, val_ratio=options.val_ratio, origin=origin, on_shard=lambda: progress.advance(1))
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
+    # For the summary.
     rows_made = sum(report.counts.rows for report in reports if report.shard in written)
     seconds = time.perf_counter() - start
     handling = "text" if options.counting is None else options.counting.special_tokens_in_text

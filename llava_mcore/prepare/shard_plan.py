@@ -111,6 +111,7 @@ def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], No
     """
     how = replace(source.how, most_bytes=options.limits.sample_bytes)
     files = [file for path in source.paths for file in find_files(path, how)]
+    # Scan the files in turn. Rows keep their numbers over all files, so shards do not depend on who writes them.
     shards: list[list[RowRange]] = []
     known, notes, errors, first_row = [], [], [], 0
     for index, file in enumerate(files):
@@ -127,6 +128,7 @@ def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], No
             shards[shard].append(segment)
         known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
         first_row += scan.num_rows
+    # All files that cannot be read are named at once.
     if errors:
         raise DataError(errors[0] if len(errors) == 1 else problems("the source cannot be read", errors))
     if not first_row:

@@ -27,6 +27,7 @@ FIGURES: Mapping[str, tuple[str, str]] = {
 
 def show(console: Console, results: Sequence[Result]) -> None:
     """Print the table of all sources, the reasons of skipped rows, and the histograms."""
+    # Totals and skipped rows.
     console.print(_totals(results))
     reasons = [(r, reason, count) for r in results for reason, count in r.counts.reasons.most_common()]
     if reasons:
@@ -34,6 +35,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
         for result, reason, count in reasons:
             table.add_row(result.folder.name, reason, f"{count:,}")
         console.print(table)
+    # What was read otherwise than its author may think.
     for result in results:
         for line in (*result.notes, *_notes(result)):
             console.print(f"{result.folder.name}: {line}", markup=False, soft_wrap=True)
@@ -56,6 +58,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
                 markup=False,
                 soft_wrap=True,
             )
+    # Lengths and sizes.
     for result in results:
         for histogram, name in ((result.counts.tokens, "tokens"), (result.counts.sides, "sides")):
             if histogram.count:
@@ -87,6 +90,7 @@ def _listed(names: Counter[str], unit: str) -> str:
 
 def _totals(results: Sequence[Result]) -> Table:
     """Return a table with one column per source, and one for all of them."""
+    # One column per source, and one for all.
     counts = [result.counts for result in results]
     names = [result.folder.name for result in results]
     seconds = [result.seconds for result in results]
@@ -98,6 +102,7 @@ def _totals(results: Sequence[Result]) -> Table:
         seconds.append(sum(seconds))
         rows_made.append(sum(rows_made))
         shards.append((sum(total for total, _ in shards), sum(written for _, written in shards)))
+    # Rows of what the sources do not have are left out.
     table = Table("", *names, box=box.SIMPLE, title="Prepared")
     table.add_row("samples", *(f"{c.conversations:,}" for c in counts))
     if any(c.entries != c.conversations for c in counts):

@@ -27,6 +27,7 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_
         source: names the model, such as its folder.
         vision_data_parallel: every rank has the whole tower.
     """
+    # What tensor parallelism divides, and the sizes that would work.
     sizes = {
         "attention heads of the language model": dims.num_attention_heads,
         "key/value heads of the language model": dims.num_query_groups,
@@ -38,6 +39,7 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_
     common = math.gcd(*sizes.values())
     fitting, all_fitting = _divisors(math.gcd(common, *of_tower.values())), _divisors(common)
     advice = f"this model can use {all_fitting if vision_data_parallel else fitting}"
+    # Each size that does not divide is named; one alone would be mended in vain.
     errors = [
         f"--tp {tp} does not divide the {quantity}, which is {size} in {source}: {advice}"
         for quantity, size in sizes.items()
@@ -93,6 +95,7 @@ def check_run(
     `world_size` is the number of processes; `device_available` says whether there are GPUs. `typed`: keys of flags
     on the command line (see `check_needs`).
     """
+    # What the configuration alone shows, then what this machine lacks, then what the model does not allow.
     errors = [
         *check_values(run, typed),
         *check_options(run, device_available),
@@ -172,6 +175,7 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     yield from check_schedule(run.training, run.optimizer)
     yield from check_needs(run, typed)
     yield from check_adapter(run)
+    # Folders and weights.
     if checkpoint.save_dir is None:
         yield "checkpoint.save_dir is missing: give the folder for the run's outputs with --save-dir"
     elif checkpoint.save_dir.exists() and not checkpoint.save_dir.is_dir():
@@ -184,6 +188,7 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         yield "--exit-duration-in-mins would lose the run without --save or --save-interval: add one of them"
     if not run.adapter.is_on and model.frozen_parts() == "language model, vision tower, projection":
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
+    # FP8.
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
         yield "--fp8 needs Transformer Engine and half precision: omit --precision fp32 and local layers"

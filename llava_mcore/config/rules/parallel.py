@@ -66,6 +66,7 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
     pp, layers = parallel.pipeline_model_parallel_size, dims.num_layers
     if pp == 1:
         return
+    # Features that are added in later layers stay on the first stage.
     stages = (
         f"--pp {pp}, parallel.num_layers_in_first_pipeline_stage {parallel.num_layers_in_first_pipeline_stage}, "
         f"parallel.num_layers_per_virtual_pipeline_stage {parallel.num_layers_per_virtual_pipeline_stage}"
@@ -74,6 +75,7 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
     yield from check_deepstack(
         dims.num_deepstack_layers, _layers_of_first_chunk(parallel, layers), source, stages, advice
     )
+    # Uneven stages: what the first and the last leave is divided evenly.
     if has_uneven_stages(parallel):
         ends = [parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage]
         rest, others = layers - sum(n or 0 for n in ends), pp - sum(n is not None for n in ends)
@@ -84,6 +86,7 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
                 f"{layers} layers of {source} to {others} other stages (--pp {pp}): {advice}"
             )
         return
+    # Interleaving: chunks divide a stage, and micro-batches come in groups of one per stage.
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     if chunk is None or layers % pp:
         return

@@ -10,6 +10,7 @@ from llava_mcore.config.sections.training import TrainingConfig
 
 def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[str]:
     """Yield problems of the run's length, its ramp-up or its schedule."""
+    # Exactly one flag sets the length of the run.
     lengths = {
         "--train-iters": training.train_iters,
         "--train-samples": training.train_samples,
@@ -24,12 +25,14 @@ def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iter
             "training.train_iters is missing: give the number of iterations with --train-iters, or --train-samples or "
             "--train-epochs"
         )
+    # A run by epochs has no number of iterations before it ends.
     if training.train_epochs is not None and optimizer.lr_wsd_decay_iters is not None:
         yield (
             "--lr-wsd-decay-iters: with --train-epochs the schedule follows the samples that are read: give "
             "--lr-wsd-decay-samples"
         )
         return
+    # The ramp reaches the full batch, and the run has a first batch.
     ramp, full = training.ramp, training.global_batch_size
     if ramp is not None and (ramp.start >= full or (full - ramp.start) % ramp.increment):
         yield (

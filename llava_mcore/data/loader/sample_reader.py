@@ -73,7 +73,7 @@ class SampleReader:
         """
         self.datasets, self.encoder = datasets, encoder
         self._name = name
-        self._kept = KeptSamples(max_kept_bytes)
+        self.kept = KeptSamples(max_kept_bytes)
         self._most_in_a_row = most_in_a_row
 
     @property
@@ -85,7 +85,7 @@ class SampleReader:
         """Return a tokenized sample, and keep it for `tokens` if there is room; None if it was skipped."""
         sample = self.tokens(choice)
         if sample is not None:
-            self._kept.put(choice, sample)
+            self.kept.put(choice, sample)
         return sample
 
     def tokens(self, choice: Choice) -> TokenSample | None:
@@ -94,7 +94,7 @@ class SampleReader:
         Raises:
             DataError: it must not be skipped (data.on_too_long), or the storage fails for good.
         """
-        kept = self._kept.take(choice)
+        kept = self.kept.take(choice)
         if kept is not None:
             return kept
         dataset = self.datasets[choice.dataset]

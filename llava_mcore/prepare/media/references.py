@@ -73,6 +73,7 @@ def resolve(reference: Any, folder: Path, reasons: MediaReasons) -> bytes | Path
     Raises:
         BadSample: it is not on disk, or of a wrong type.
     """
+    # An object holds bytes, an array of samples, or a path under one of several names.
     source, field = reference, None
     if isinstance(reference, Mapping):
         if reference.get(ARRAY_KEY) is not None:
@@ -81,6 +82,7 @@ def resolve(reference: Any, folder: Path, reasons: MediaReasons) -> bytes | Path
         source = None if field is None else reference[field]
     if isinstance(source, (bytes, bytearray)):
         return bytes(source)
+    # Text is a URI, base64, or a path; a short one that is a file wins over base64.
     if not isinstance(source, str) or not source:
         raise BadSample(Reason.WRONG_TYPE, f"a {reasons.name} is {described(reference, reasons.name)}")
     if source[:5].lower() == "data:":

@@ -42,6 +42,7 @@ def read_video(
         BadSample: it is missing, not on disk, broken, without frames, or its frames are too large or of several sizes.
         DataError: it is a video file, and PyAV is not installed.
     """
+    # Frames are decoded from a file, or read from pictures that the row lists.
     listed, options = _listed(reference), clip_options(reference)
     fps = frames_fps if options.fps is None else options.fps
     if listed is None:
@@ -52,6 +53,7 @@ def read_video(
         if options != ClipOptions(fps=options.fps):
             raise BadSample(Reason.WRONG_TYPE, "a list of frames has options of a video file; only fps can be given")
         frames = tuple(read_image(frame, folder, decode=decode, limits=limits) for frame in listed)
+    # Towers take frames of one size.
     if not frames:
         raise BadSample(Reason.NO_FRAMES, "a video lists no frames")
     for index, frame in enumerate(frames):

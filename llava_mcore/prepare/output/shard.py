@@ -132,6 +132,7 @@ class ShardMaker:
         how, options = self._setup.how, self._setup.options
         _check_length(draft.turns, options.limits)
         self._require_media_to_be_taken(draft)
+        # Media are read whole, so that a broken file skips the row here and not in training.
         pictures = tuple(
             read_image(image, file.folder, decode=options.check_images, limits=options.limits, resizing=self._resizing)
             for image in draft.images
@@ -151,6 +152,7 @@ class ShardMaker:
             for video in draft.videos
         )
         _check_amount(pictures, videos, sounds, options.limits)
+        # Tokens are counted as in training, with the same functions.
         num_tokens, text = _tokens(self._assets, _as_trained(draft, pictures, videos, sounds))
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")

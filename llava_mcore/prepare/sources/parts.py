@@ -55,6 +55,7 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
 
     media: bytes or path of each picture and sound part, by its name; frames are the parts that "videos" lists.
     """
+    # The json is the row; parts beside it are its media and its answer.
     if "json" not in texts:
         there = f", only .{', .'.join(sorted({*texts, *media}))}" if texts or media else ""
         return BadSample(Reason.NO_CONVERSATION, f"{stem} has no .json{there}")
@@ -68,6 +69,7 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
     has_turns = any(row.get(key) is not None for key in TURN_LISTS)
     if not media and not listed and not has_turns:
         return BadSample(Reason.IMAGE_MISSING, f"{stem} has no picture or sound beside its .json")
+    # Frames that the json lists are not separate pictures.
     frames = {name for video in listed for name in video.frames}
     sounds = {name: item for name, item in media.items() if is_audio_part(name)}
     pictures = [picture for name, picture in media.items() if name not in frames and name not in sounds]
@@ -82,6 +84,7 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
     order = row.get(AUDIOS_KEY)
     if sounds:  # in the order of the json, or of their numbers
         result[AUDIOS_KEY] = [media.get(name, name) for name in (order if isinstance(order, list) else sounds)]
+    # The answer, if it stands in a file of its own.
     if "txt" in texts:
         try:
             result["answer"] = texts["txt"].decode("utf-8-sig")

@@ -54,6 +54,7 @@ class Reporter:
         """
         run, groups = trainer.run, trainer.groups
         self.trainer, self.times = trainer, times
+        # Files of the first rank. What follows the iteration that the run resumes from is removed.
         self.file = MetricsFile(run.run_dir, keep_until=progress.iteration) if groups.rank == 0 else None
         self.validations: JsonLinesWriter | None = None
         if groups.rank == 0 and run.validation.eval_interval is not None:
@@ -64,6 +65,7 @@ class Reporter:
                 run.run_dir / ANSWERS_FILE, keep_until=progress.iteration, value="exact_match"
             )
         self.sinks = Sinks(run, iteration=progress.iteration) if groups.rank == 0 else None
+        # What the lines need: trained parts, pace, the GPU's peak, unusual losses.
         self.trained = _trained_parts(trainer)
         self.problem: str | None = None
         """Why metrics could not be written. The loop ends the run on all ranks then."""

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.loader.validation_data import ValidationData, quotas
+from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from llava_mcore.parallel.batch import fill_rows, without_loss
@@ -52,13 +50,11 @@ def keys(path: Path, assets: Assets, dp_size: int, most: int | None = None, **op
     return sorted(key for rank in range(dp_size) for batch in part.open(rank, dp_size) for key in batch.sample_keys)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 60))
-def test_quotas_are_even_and_never_more_than_there_is(lengths: list[int], wanted: int) -> None:
-    found = quotas(lengths, wanted)
-    assert sum(found) == min(wanted, sum(lengths))
-    assert all(quota <= length for quota, length in zip(found, lengths, strict=True))
-    unfilled = [quota for quota, length in zip(found, lengths, strict=True) if quota < length]
-    assert not unfilled or max(found) - min(unfilled) <= 1
+@pytest.mark.parametrize("most", [1, 7, 24, 25])
+def test_some_samples_are_spread_over_all(root: Path, assets: Assets, most: int) -> None:
+    """The validation part may be sorted, so that its beginning is of one kind."""
+    expected = sorted(f"{SAMPLES + i * SAMPLES // most:06d}" for i in range(most))
+    assert sorted(keys(root / "one", assets, 1, most)) == expected
 
 
 @pytest.mark.parametrize("packing", [False, True])

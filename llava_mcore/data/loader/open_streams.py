@@ -78,13 +78,18 @@ def packing_of(data: DataConfig) -> Packing | None:
 
 
 class ListedSamples:
-    """Some samples, each once: every `step`-th of a list, from number `first`."""
+    """Some samples, each once."""
 
-    def __init__(self, datasets: Sequence[Dataset], num_chosen: int, first: int, step: int) -> None:
-        """num_chosen: samples of the list, spread evenly over all samples of all datasets."""
+    def __init__(self, datasets: Sequence[Dataset], num_chosen: int, numbers: range) -> None:
+        """Start at the beginning.
+
+        Args:
+            num_chosen: samples that are spread evenly over all samples of all datasets.
+            numbers: which of those.
+        """
         self._sizes = [dataset.num_samples for dataset in datasets]
         self._total = sum(self._sizes)
-        self._numbers = iter(range(first, num_chosen, step))
+        self._numbers = iter(numbers)
         self._num_chosen = num_chosen
 
     def next(self, progress: Progress) -> Choice | None:

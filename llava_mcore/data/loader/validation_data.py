@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Self
 
 from torch.utils.data import IterableDataset
@@ -61,20 +62,42 @@ class ValidationData:
             raise DataError(f"the validation part of {data.path} has no samples")
         self.num_samples = total if most_samples is None else min(total, most_samples)
         """Samples of one pass over all ranks, including broken ones."""
-        self._num_streams = max(1, min(MOST_STREAMS, total // LEAST_SAMPLES))
+        self.parts = parts_of([(x.path, x.num_samples) for x in self._datasets], self.num_samples)
+        """Which of these samples belong to each dataset, by its path."""
         self._warnings = SampleWarnings(data.path, assets)
 
-    def open(self, dp_rank: int, dp_size: int) -> ValidationPass:
-        """Start a pass: the micro-batches of one data-parallel rank, always the same ones."""
-        indices = range(dp_rank, min(self._num_streams, self.num_samples), dp_size)
-        return ValidationPass(self._data, self._open_stream, indices, self._seed, self._warnings)
+    def open(self, dp_rank: int, dp_size: int, part: int) -> ValidationPass:
+        """Start a pass over one of `parts`: the micro-batches of one data-parallel rank, always the same ones."""
+        numbers = list(self.parts.values())[part]
+        num_streams = max(1, min(MOST_STREAMS, len(numbers) // LEAST_SAMPLES))
+        indices = range(dp_rank, min(num_streams, len(numbers)), dp_size)
+        open_one = partial(self._open_stream, numbers, num_streams)
+        return ValidationPass(self._data, open_one, indices, self._seed, self._warnings)
 
-    def _open_stream(self, index: int) -> Stream:
+    def _open_stream(self, numbers: range, num_streams: int, index: int) -> Stream:
         skips = Skips(stop_if_too_long=self._data.on_too_long == "error")
         encoder = ChatTaskEncoder(self._data, self._assets, skips, seed=self._seed, pad_multiple=self._pad_multiple)
         reader = open_reader(self._data, self._datasets, encoder, endless=False)
-        order = ListedSamples(self._datasets, self.num_samples, index, self._num_streams)
+        order = ListedSamples(self._datasets, self.num_samples, numbers[index::num_streams])
         return Stream(order, reader, batch_size=self._micro_batch_size, packing=packing_of(self._data))
+
+
+def parts_of(datasets: Sequence[tuple[str, int]], num_chosen: int) -> dict[str, range]:
+    """Return which of the chosen samples belong to each dataset; one without any is left out.
+
+    Args:
+        datasets: path and number of samples; one that is listed twice is two datasets.
+        num_chosen: samples that are spread evenly over all of them: number i is sample i * total // num_chosen.
+    """
+    total, first = sum(size for _, size in datasets), 0
+    parts: dict[str, range] = {}
+    for path, size in datasets:
+        start, stop = (-(-bound * num_chosen // total) for bound in (first, first + size))
+        if start < stop:
+            name = path if path not in parts else f"{path} ({sum(x.startswith(path) for x in parts) + 1})"
+            parts[name] = range(start, stop)
+        first += size
+    return parts
 
 
 class ValidationPass:

@@ -47,7 +47,13 @@ def keys(path: Path, assets: Assets, dp_size: int, most: int | None = None, **op
     """Return the sorted keys of the samples that all ranks read."""
     data = DataConfig(path=path, num_workers=0, seq_length=64, **options)
     part = ValidationData(data, assets, micro_batch_size=2, seed=1, most_samples=most)
-    return sorted(key for rank in range(dp_size) for batch in part.open(rank, dp_size) for key in batch.sample_keys)
+    return sorted(
+        key
+        for rank in range(dp_size)
+        for number in range(len(part.parts))
+        for batch in part.open(rank, dp_size, number)
+        for key in batch.sample_keys
+    )
 
 
 @pytest.mark.parametrize("most", [1, 7, 24, 25])

@@ -191,7 +191,7 @@ def _write_tiny(name: str, folder: Path, seed: int) -> None:
 
     require_absent(folder, activity="the build")
     write_tiny(name, folder, seed)
-    print(f"{MODEL_CLASSES[name]} with random weights: its answers mean nothing")
+    print(f"{MODEL_CLASSES[name].name} with random weights: its answers mean nothing")
 
 
 def _build(args: argparse.Namespace) -> Sequence[Part]:

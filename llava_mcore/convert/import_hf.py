@@ -95,7 +95,7 @@ def import_hf(
             manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
             write_manifest(layout.hf_folder(checkpoint), manifest)
             write_checksums(checkpoint, streamed.checksums)
-            # 7. The proof, if it is wanted; then the checkpoint is complete.
+            # 7. The comparison, if it was asked for; then the checkpoint is complete.
             if verify:
                 _verify(checkpoint, digests, tp=tp, workers=workers)
             layout.write_tracker(partial, 0)

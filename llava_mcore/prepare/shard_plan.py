@@ -136,7 +136,7 @@ def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], No
     if options.val_ratio and len(shards) < 2:
         raise DataError(
             f"{', '.join(map(str, source.paths))}: --val-ratio needs at least two shards, but the {first_row} rows "
-            f"make one of {options.rows_per_shard}; lower --samples-per-shard"
+            f"make one of {options.rows_per_shard}; lower --samples-per-shard, for example to {max(1, first_row // 20)}"
         )
     request = {"sources": known, "options": describe(source.how, options)}
     return ShardList(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request, tuple(notes))

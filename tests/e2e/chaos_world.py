@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,11 @@ def make_material(folder: Path) -> Path:
     return folder
 
 
+CONTINUATION = re.compile("the same command |no checkpoint was saved: the same command |iteration [0-9]+ was saved ")
+"""Advice at the end of a run that was stopped (launch/ending.py)."""
+
+
 def last_line(text: str) -> str:
-    """Return the last line that is not empty."""
+    """Return the last line that is not empty, before the one that says how the run can continue."""
     lines: Sequence[str] = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return next((line for line in reversed(lines) if not CONTINUATION.match(line)), "")

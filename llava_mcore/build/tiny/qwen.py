@@ -40,7 +40,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"mrope_section": [1, 1, 2]},
     "qwen3_vl": {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
 }
-"""What their rotary positions have of their own."""
+"""Settings of the rotary positions that differ between the classes."""
 
 
 def write_qwen_vl(name: str, folder: Path, seed: int) -> None:

@@ -304,7 +304,8 @@ def _serve(
     """
     num_workers = data.num_workers
     if num_workers > len(streams):
-        logger.info("this rank serves %d streams: %d of %d loader processes", len(streams), len(streams), num_workers)
+        text = "this rank reads %d of the data's streams (data.num_streams): %d of its %d loader processes have work"
+        logger.info(text, len(streams), len(streams), num_workers)
     sources: dict[int, BatchSource] = {}
     shares = share(list(streams), max(1, num_workers))
     num_ahead = max(MIN_PREFETCH, math.ceil(num_micro_batches / len(shares)))

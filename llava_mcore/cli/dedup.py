@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llava_mcore.cli.common import command_main, skip_unused_here
+from llava_mcore.cli.common import command_main
 from llava_mcore.cli.shared_flags import default_workers
-from llava_mcore.errors import DataError
+from llava_mcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from llava_mcore.dedup.find import Group
-    from llava_mcore.dedup.scan import Library, Scan
+    from llava_mcore.dedup.find import DuplicateGroup
+    from llava_mcore.dedup.scan import Library, ScanResult
 
 SHOWN_REASONS = 5
+NO_LIBRARIES = "dedup needs datasketch and imagehash: pip install 'llava-mcore[dedup]'"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,14 +46,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Scan, compare and report. DataError if data cannot be opened."""
-    skip_unused_here()
+    """ScanResult, compare and report. DataError if data cannot be opened."""
     from rich.progress import Progress
 
-    from llava_mcore.dedup.confirm import Confirmer
-    from llava_mcore.dedup.find import find_groups
-    from llava_mcore.dedup.report import exclude, names_to_exclude, write_report
-    from llava_mcore.dedup.scan import Library, scan
+    try:
+        from llava_mcore.dedup.confirm import Confirmer
+        from llava_mcore.dedup.find import find_groups
+        from llava_mcore.dedup.report import exclude, names_to_exclude, write_report
+        from llava_mcore.dedup.scan import Library, scan
+    except ModuleNotFoundError as error:
+        if error.name not in ("datasketch", "imagehash"):
+            raise
+        raise ConfigError(NO_LIBRARIES) from error
 
     if args.exact and args.match != "sample":
         raise DataError("--exact compares whole samples; leave out --match, or --exact")
@@ -81,14 +86,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(
-    scanned: Scan, groups: Sequence[Group], library: Library, names: dict[Path, list[str]], args: argparse.Namespace
+    scanned: ScanResult,
+    groups: Sequence[DuplicateGroup],
+    library: Library,
+    names: dict[Path, list[str]],
+    args: argparse.Namespace,
 ) -> list[str]:
     num_exact = sum(x.exact for group in groups for x in group.duplicates)
     num_found = sum(map(len, names.values()))
     lines = [
         f"{len(scanned.signatures)} samples of {len(library.datasets)} datasets were compared",
         f"{num_found} duplicates in {len(groups)} groups: {num_exact} exact, {num_found - num_exact} near",
-        *(f"  {dataset}: {len(found)}" for dataset, found in names.items()),
+        *(f"  {dataset}: {len(keys)}" for dataset, keys in names.items()),
     ]
     if scanned.excluded:
         lines.append(f"{scanned.excluded} samples are excluded by split.yaml already")

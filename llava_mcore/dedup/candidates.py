@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Literal
 
-from datasketch import MinHash, MinHashLSH
+from datasketch import MinHashLSH
 
-from llava_mcore.dedup.signature import NUM_PERMUTATIONS, Signature, differing_bits
+from llava_mcore.dedup.signature import NUM_PERMUTATIONS, Signature, as_minhash, differing_bits
 
 Match = Literal["sample", "image", "text"]
 """What two samples must share: everything, one image, or the text."""
@@ -79,7 +79,7 @@ def _by_text(signatures: Sequence[Signature], chosen: Iterable[int]) -> Iterator
     """Yield pairs of some samples with similar text."""
     index = MinHashLSH(threshold=TEXT_THRESHOLD, num_perm=NUM_PERMUTATIONS)
     for n in chosen:
-        minhash = MinHash(num_perm=NUM_PERMUTATIONS, hashvalues=signatures[n].text)
+        minhash = as_minhash(signatures[n].text)
         for other in index.query(minhash):
             yield other, n
         index.insert(n, minhash)

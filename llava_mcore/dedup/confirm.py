@@ -12,7 +12,7 @@ from PIL import Image
 
 from llava_mcore.data.samples import ChatSample
 from llava_mcore.dedup.candidates import TEXT_THRESHOLD, Match
-from llava_mcore.dedup.signature import Place, images_of, jaccard, text_of
+from llava_mcore.dedup.signature import SamplePlace, images_of, jaccard, text_of
 
 SIDE, BLOCKS = 64, 8
 """Images are compared as SIDE x SIDE pixels, in BLOCKS x BLOCKS blocks."""
@@ -37,12 +37,12 @@ class Confirmed:
 class Confirmer:
     """Compares samples."""
 
-    def __init__(self, read: Callable[[Place], ChatSample], match: Match) -> None:
+    def __init__(self, read: Callable[[SamplePlace], ChatSample], match: Match) -> None:
         """read: returns a sample that has been read before."""
         self._match = match
         self._contents = functools.lru_cache(maxsize=CACHED)(functools.partial(_contents, read))
 
-    def compare(self, one: Place, other: Place) -> Confirmed | None:
+    def compare(self, one: SamplePlace, other: SamplePlace) -> Confirmed | None:
         """Return how two samples are the same; None if they are not."""
         (text, images), (other_text, other_images) = self._contents(one), self._contents(other)
         similarity = jaccard(text, other_text)
@@ -88,6 +88,6 @@ def small(image: Image.Image) -> Small:
     return Small(pixels / np.float32(255), image.width / image.height)
 
 
-def _contents(read: Callable[[Place], ChatSample], place: Place) -> tuple[str, list[Small]]:
+def _contents(read: Callable[[SamplePlace], ChatSample], place: SamplePlace) -> tuple[str, list[Small]]:
     chat = read(place)
     return text_of(chat), [small(image) for image in images_of(chat)]

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from llava_mcore.dedup.candidates import Match, Pair, candidate_pairs, exact_groups
 from llava_mcore.dedup.confirm import Confirmed, Confirmer
-from llava_mcore.dedup.signature import Place, Signature
+from llava_mcore.dedup.signature import SamplePlace, Signature
 
 
 @dataclass(frozen=True)
 class Duplicate:
     """A sample that is the same as an earlier one."""
 
-    place: Place
+    place: SamplePlace
     exact: bool
     text: float
     image: float | None
@@ -23,10 +23,10 @@ class Duplicate:
 
 
 @dataclass(frozen=True)
-class Group:
+class DuplicateGroup:
     """Samples that are the same: the first one, and the others."""
 
-    first: Place
+    first: SamplePlace
     duplicates: tuple[Duplicate, ...]
 
 
@@ -38,7 +38,7 @@ def find_groups(
     only_exact: bool = False,
     num_reference: int = 0,
     on_pair: Callable[[], None] = lambda: None,
-) -> list[Group]:
+) -> list[DuplicateGroup]:
     """Return the groups of the same samples, in the order of their first ones.
 
     Args:
@@ -65,7 +65,9 @@ def find_groups(
     return _groups(signatures, how, num_reference)
 
 
-def _groups(signatures: Sequence[Signature], how: dict[Pair, Confirmed | None], num_reference: int) -> list[Group]:
+def _groups(
+    signatures: Sequence[Signature], how: dict[Pair, Confirmed | None], num_reference: int
+) -> list[DuplicateGroup]:
     joined = _Joined(len(signatures), how)
     members: dict[int, list[int]] = defaultdict(list)
     for n in range(len(signatures)):
@@ -81,11 +83,11 @@ def _groups(signatures: Sequence[Signature], how: dict[Pair, Confirmed | None], 
             others = [n for n in others if n >= num_reference]
         if others:
             duplicates = [_duplicate(signatures[n].place, by_later.get(n)) for n in others]
-            result.append(Group(signatures[first].place, tuple(duplicates)))
+            result.append(DuplicateGroup(signatures[first].place, tuple(duplicates)))
     return result
 
 
-def _duplicate(place: Place, confirmed: Confirmed | None) -> Duplicate:
+def _duplicate(place: SamplePlace, confirmed: Confirmed | None) -> Duplicate:
     if confirmed is None:
         return Duplicate(place, exact=True, text=1.0, image=0.0)
     return Duplicate(place, exact=False, text=confirmed.text, image=confirmed.image)

@@ -15,9 +15,9 @@ import yaml
 from PIL import Image
 
 from llava_mcore.data.samples import ChatSample
-from llava_mcore.dedup.find import Duplicate, Group
+from llava_mcore.dedup.find import Duplicate, DuplicateGroup
 from llava_mcore.dedup.scan import Library
-from llava_mcore.dedup.signature import Place, images_of
+from llava_mcore.dedup.signature import SamplePlace, images_of
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.journal import write_whole
 
@@ -36,7 +36,7 @@ p { margin: .3em 0 }
 </style>"""
 
 
-def rows(groups: Sequence[Group], library: Library) -> list[dict[str, Any]]:
+def rows(groups: Sequence[DuplicateGroup], library: Library) -> list[dict[str, Any]]:
     """Return an object for each duplicate: itself, the sample that stays, and how similar they are."""
     return [
         {
@@ -51,11 +51,11 @@ def rows(groups: Sequence[Group], library: Library) -> list[dict[str, Any]]:
     ]
 
 
-def _named(place: Place, library: Library) -> dict[str, str]:
+def _named(place: SamplePlace, library: Library) -> dict[str, str]:
     return {"dataset": library.datasets[place.dataset].path, "shard": place.shard, "key": place.key}
 
 
-def write_report(folder: Path, groups: Sequence[Group], library: Library) -> None:
+def write_report(folder: Path, groups: Sequence[DuplicateGroup], library: Library) -> None:
     """Write the list of all duplicates, and the first groups as a page and as one image."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows(groups, library)]
@@ -66,10 +66,10 @@ def write_report(folder: Path, groups: Sequence[Group], library: Library) -> Non
     (folder / SHEET).write_bytes(buffer.getvalue())
 
 
-def page(groups: Sequence[Group], library: Library, total: int) -> str:
-    """Return an HTML page with the samples of each group beside each other, images included."""
-    shown = f"the first {len(groups)} of {total}" if len(groups) < total else f"all {total}"
-    parts = [HEAD, f"<h1>Duplicates</h1><p>{shown} groups; the first sample of each stays.</p>"]
+def page(groups: Sequence[DuplicateGroup], library: Library, total: int) -> str:
+    """Return an HTML page with the samples of each group side by side, images included."""
+    listed = f"the first {len(groups)} of {total}" if len(groups) < total else f"all {total}"
+    parts = [HEAD, f"<h1>Duplicates</h1><p>{listed} groups; the first sample of each stays.</p>"]
     for group in groups:
         cells = [_cell(group.first, None, library)]
         cells += [_cell(x.place, x, library) for x in group.duplicates[: SHOWN_OF_GROUP - 1]]
@@ -78,7 +78,7 @@ def page(groups: Sequence[Group], library: Library, total: int) -> str:
     return "\n".join(parts)
 
 
-def _cell(place: Place, duplicate: Duplicate | None, library: Library) -> str:
+def _cell(place: SamplePlace, duplicate: Duplicate | None, library: Library) -> str:
     chat = library.read(place)
     named = _named(place, library)
     how = "stays" if duplicate is None else "exact" if duplicate.exact else f"text {duplicate.text:.2f}"
@@ -102,14 +102,14 @@ def _encoded(image: Image.Image) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def sheet(groups: Sequence[Group], library: Library) -> Image.Image:
+def sheet(groups: Sequence[DuplicateGroup], library: Library) -> Image.Image:
     """Return one image with a row for each group: its first sample, then its duplicates. Groups without images are left
     out."""
     lines = [[group.first, *(x.place for x in group.duplicates)][:SHOWN_OF_GROUP] for group in groups]
     images = [[images_of(library.read(place))[:1] for place in line] for line in lines]
-    shown = [[cell[0] for cell in line if cell] for line in images if all(line)]
-    result = Image.new("RGB", (THUMBNAIL * SHOWN_OF_GROUP, THUMBNAIL * max(1, len(shown))), "white")
-    for row, line in enumerate(shown):
+    lines_of_images = [[cell[0] for cell in line if cell] for line in images if all(line)]
+    result = Image.new("RGB", (THUMBNAIL * SHOWN_OF_GROUP, THUMBNAIL * max(1, len(lines_of_images))), "white")
+    for row, line in enumerate(lines_of_images):
         for column, image in enumerate(line):
             small = image.convert("RGB")
             small.thumbnail((THUMBNAIL - 8, THUMBNAIL - 8))
@@ -117,7 +117,7 @@ def sheet(groups: Sequence[Group], library: Library) -> Image.Image:
     return result
 
 
-def names_to_exclude(groups: Sequence[Group], library: Library) -> dict[Path, list[str]]:
+def names_to_exclude(groups: Sequence[DuplicateGroup], library: Library) -> dict[Path, list[str]]:
     """Return the names of all duplicates as split.yaml lists them, by dataset."""
     names: dict[Path, list[str]] = defaultdict(list)
     for group in groups:

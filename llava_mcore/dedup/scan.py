@@ -16,7 +16,7 @@ from llava_mcore.data.loader.loader_process import loader_process_init
 from llava_mcore.data.loader.sample_problems import DATA_ERRORS, reason_of
 from llava_mcore.data.samples import ChatSample
 from llava_mcore.data.storage.dataset_path import check_dataset
-from llava_mcore.dedup.signature import Place, Signature, signature_of
+from llava_mcore.dedup.signature import SamplePlace, Signature, signature_of
 from llava_mcore.errors import DataError
 
 CHUNK = 64
@@ -33,7 +33,7 @@ class Library:
             check_dataset(path, split)
             self.datasets += open_datasets(path, max_sample_bytes=LIMITS.sample_bytes, split=split)
 
-    def read(self, place: Place) -> ChatSample:
+    def read(self, place: SamplePlace) -> ChatSample:
         """Return a sample. DATA_ERRORS or DataError if it is broken."""
         dataset = self.datasets[place.dataset]
         parts = dataset.raw(place.index)
@@ -48,7 +48,7 @@ class Library:
 
 
 @dataclass
-class Scan:
+class ScanResult:
     """What was read."""
 
     signatures: list[Signature] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Scan:
     """Samples that cannot be read, by reason."""
 
 
-def scan(library: Library, *, num_workers: int, on_samples: Callable[[int], None]) -> Scan:
+def scan(library: Library, *, num_workers: int, on_samples: Callable[[int], None]) -> ScanResult:
     """Return the signatures of all samples in their order.
 
     Args:
@@ -75,17 +75,17 @@ def scan(library: Library, *, num_workers: int, on_samples: Callable[[int], None
         multiprocessing_context="fork" if num_workers else None,
         worker_init_fn=loader_process_init(),
     )
-    result = Scan()
+    result = ScanResult()
     try:
-        for found in loader:
-            for one in found:
+        for chunk in loader:
+            for one in chunk:
                 if isinstance(one, Signature):
                     result.signatures.append(one)
                 elif one is None:
                     result.excluded += 1
                 else:
                     result.broken[one] += 1
-            on_samples(len(found))
+            on_samples(len(chunk))
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -99,8 +99,8 @@ class _Chunks(TorchDataset[list["Signature | str | None"]]):
     def __init__(self, library: Library) -> None:
         self.library = library
         self.chunks = [
-            (number, range(dataset.shards[0].first + first, dataset.shards[0].first + min(first + CHUNK, count)))
-            for number, dataset in enumerate(library.datasets)
+            (dataset_index, range(dataset.shards[0].first + first, dataset.shards[0].first + min(first + CHUNK, count)))
+            for dataset_index, dataset in enumerate(library.datasets)
             for count in [dataset.num_samples]
             for first in range(0, count, CHUNK)
         ]
@@ -109,20 +109,20 @@ class _Chunks(TorchDataset[list["Signature | str | None"]]):
         return len(self.chunks)
 
     def __getitem__(self, index: int) -> list[Signature | str | None]:
-        number, indices = self.chunks[index]
-        return [self._signature(number, n) for n in indices]
+        dataset_index, indices = self.chunks[index]
+        return [self._signature(dataset_index, n) for n in indices]
 
-    def _signature(self, number: int, index: int) -> Signature | str | None:
-        dataset = self.library.datasets[number]
+    def _signature(self, dataset_index: int, index: int) -> Signature | str | None:
+        dataset = self.library.datasets[dataset_index]
         parts = dataset.raw(index)
         if parts is None:
             return None
-        place = Place(number, index, dataset.shard_of(index).name, str(parts.data[0]["__key__"]))
+        place = SamplePlace(dataset_index, index, dataset.shard_of(index).name, str(parts.data[0]["__key__"]))
         try:
             return signature_of(place, dataset.chat(dataset.decode(parts)))
         except (*DATA_ERRORS, DataError) as error:
             return reason_of(error)
 
 
-def _unchanged(found: list[Signature | str | None]) -> list[Signature | str | None]:
-    return found
+def _unchanged(chunk: list[Signature | str | None]) -> list[Signature | str | None]:
+    return chunk

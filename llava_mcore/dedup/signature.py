@@ -21,6 +21,7 @@ HASH_SIDE = 16
 """A perceptual hash has HASH_SIDE ** 2 bits."""
 NUM_PERMUTATIONS = 128
 """Of a MinHash: its estimate of a Jaccard similarity has a standard error of about 0.04."""
+EMPTY = MinHash(num_perm=NUM_PERMUTATIONS, scheme="affine32")
 SHINGLE = 5
 """Characters of the pieces that texts are compared by."""
 FRAMES_OF_VIDEO = 3
@@ -28,7 +29,7 @@ FRAMES_OF_VIDEO = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplePlace:
     """Where a sample is."""
 
     dataset: int
@@ -43,10 +44,10 @@ class Place:
 class Signature:
     """What two samples are first compared by."""
 
-    place: Place
+    place: SamplePlace
     exact: bytes
     """Digest of all text and media."""
-    text: NDArray[np.uint64]
+    text: NDArray[np.uint32]
     """[NUM_PERMUTATIONS]: MinHash of its text."""
     images: tuple[bytes, ...]
     """The perceptual hash of each image and of some frames of each video."""
@@ -54,7 +55,7 @@ class Signature:
     """Digest of its audio clips; empty without any."""
 
 
-def signature_of(place: Place, chat: ChatSample) -> Signature:
+def signature_of(place: SamplePlace, chat: ChatSample) -> Signature:
     """Return the signature of a sample. DataError if an image cannot be decoded."""
     digest = hashlib.blake2b(digest_size=16)
     for conversation in chat.conversations:
@@ -94,11 +95,16 @@ def jaccard(one: str, other: str) -> float:
     return len(a & b) / len(a | b)
 
 
-def minhash(text: str) -> NDArray[np.uint64]:
+def minhash(text: str) -> NDArray[np.uint32]:
     """Return the MinHash of a text, [NUM_PERMUTATIONS]."""
-    result = MinHash(num_perm=NUM_PERMUTATIONS)
+    result = as_minhash(EMPTY.hashvalues.copy())
     result.update_batch([piece.encode("utf-8", "surrogatepass") for piece in shingles(text)])
-    return np.asarray(result.hashvalues, dtype=np.uint64)
+    return np.asarray(result.hashvalues)
+
+
+def as_minhash(values: NDArray[np.uint32]) -> MinHash:
+    """Return datasketch's object for the values of a MinHash."""
+    return MinHash(hashvalues=values, permutations=EMPTY.permutations, scheme=EMPTY.scheme)
 
 
 def images_of(chat: ChatSample) -> list[Image.Image]:

@@ -32,14 +32,14 @@ def shares_of(datasets: Sequence[Dataset], weights: BlendWeights) -> list[Share]
     Raises:
         DataError: everything that is wrong with the weights.
     """
-    result, found = [], []
+    result, errors = [], []
     for dataset in datasets:
         try:
             result.append(_share(dataset, weights))
         except DataError as error:
-            found.append(str(error))
-    if found:
-        raise DataError(problems("the weights of the blend cannot be read", found))
+            errors.append(str(error))
+    if errors:
+        raise DataError(problems("the weights of the blend cannot be read", errors))
     check_shares(result)
     return result
 
@@ -47,11 +47,11 @@ def shares_of(datasets: Sequence[Dataset], weights: BlendWeights) -> list[Share]
 def _share(dataset: Dataset, weights: BlendWeights) -> Share:
     weight = dataset.weight if weights == "samples" else dataset.weight / _tokens_per_sample(dataset)
     points, unit = _factor(dataset.path, dataset.subflavors)
-    most = dataset.subflavors.get(MAX_EPOCHS)
-    if most is not None and not _is_number(most):
-        raise DataError(f"{dataset.path}: {MAX_EPOCHS} must be a number, found {most!r}")
+    max_epochs = dataset.subflavors.get(MAX_EPOCHS)
+    if max_epochs is not None and not _is_number(max_epochs):
+        raise DataError(f"{dataset.path}: {MAX_EPOCHS} must be a number, found {max_epochs!r}")
     schedule = Schedule(tuple(WeightPoint(at, weight * factor) for at, factor in points), unit)
-    return Share(dataset.path, dataset.num_samples, schedule, None if most is None else float(most))
+    return Share(dataset.path, dataset.num_samples, schedule, None if max_epochs is None else float(max_epochs))
 
 
 def _factor(path: str, subflavors: Mapping[str, Any]) -> tuple[list[tuple[float, float]], Any]:

@@ -13,7 +13,7 @@ from llava_mcore.data.loader.sample_reader import MOST_IN_A_ROW, SampleReader
 from llava_mcore.data.loader.stream import Packing, Stream
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.order.mixture import Progress
-from llava_mcore.data.order.stream_order import Choice, Mixture, StreamOrder
+from llava_mcore.data.order.stream_order import ChosenSample, Mixture, StreamOrder
 
 
 def mixture_of(datasets: Sequence[Dataset], data: DataConfig, *, num_streams: int, seed: int) -> Mixture:
@@ -23,9 +23,20 @@ def mixture_of(datasets: Sequence[Dataset], data: DataConfig, *, num_streams: in
 
 
 def kept_bytes(data: DataConfig) -> int:
-    """Return how many bytes of waiting samples a process may keep: its part of the limit of its node."""
+    """Return how many bytes of waiting samples each process may keep: its part of the limit of its node."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * max(1, data.num_workers)
     return data.max_waiting_bytes // processes
+
+
+def limit_line(data: DataConfig) -> str | None:
+    """Return what the start of a run says about samples that wait for their pack; None without packing."""
+    if not data.packing:
+        return None
+    each = kept_bytes(data) / 2**20
+    return (
+        f"samples that wait for their pack take at most {data.max_waiting_bytes / 2**30:.1f} GiB of a node's memory "
+        f"(data.max_waiting_bytes), {each:,.0f} MiB in each process that reads; others are read again"
+    )
 
 
 def open_reader(
@@ -80,27 +91,27 @@ def packing_of(data: DataConfig) -> Packing | None:
 class ListedSamples:
     """Some samples, each once."""
 
-    def __init__(self, datasets: Sequence[Dataset], num_chosen: int, numbers: range) -> None:
+    def __init__(self, datasets: Sequence[Dataset], num_chosen: int, indices: range) -> None:
         """Start at the beginning.
 
         Args:
             num_chosen: samples that are spread evenly over all samples of all datasets.
-            numbers: which of those.
+            indices: which of those.
         """
         self._sizes = [dataset.num_samples for dataset in datasets]
         self._total = sum(self._sizes)
-        self._numbers = iter(numbers)
+        self._indices = iter(indices)
         self._num_chosen = num_chosen
 
-    def next(self, progress: Progress) -> Choice | None:
+    def next(self, progress: Progress) -> ChosenSample | None:
         """Return the next sample; None at the end."""
-        number = next(self._numbers, None)
-        if number is None:
+        chosen = next(self._indices, None)
+        if chosen is None:
             return None
-        index = number * self._total // self._num_chosen
+        index = chosen * self._total // self._num_chosen
         for dataset, size in enumerate(self._sizes):
             if index < size:
-                return Choice(dataset, 0, index)
+                return ChosenSample(dataset, 0, index)
             index -= size
         raise AssertionError("an index within the total is in one of the datasets")
 

@@ -26,7 +26,7 @@ DATA_ERRORS = (OSError, ValueError, KeyError, RecursionError, tarfile.TarError)
 
 
 class Skips:
-    """Energon's error handler of one stream of samples: collects the samples skipped since the last batch."""
+    """The samples of one rank or loader process that were skipped since the last batch."""
 
     def __init__(self, *, stop_if_too_long: bool) -> None:
         """stop_if_too_long: a conversation that does not fit ends the run instead of being skipped."""
@@ -34,7 +34,7 @@ class Skips:
         self._collected: list[Skip] = []
 
     def __call__(self, error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-        """Record a sample that a step of energon failed on, or raise if the run has to end.
+        """Record a sample that a step failed on, or raise if the run has to end.
 
         Args:
             sample: the input of the failing step: raw parts, a sample, or a list of samples.

@@ -14,13 +14,13 @@ from llava_mcore.data.encode.augment import ImageKey
 from llava_mcore.data.loader.datasets import Dataset
 from llava_mcore.data.loader.sample_problems import DATA_ERRORS, MEMORY_ADVICE, Skips, origin_of, sources_of
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
-from llava_mcore.data.order.stream_order import Choice
+from llava_mcore.data.order.stream_order import ChosenSample
 from llava_mcore.data.samples import EncodedSample, TokenConversation, TokenSample
 from llava_mcore.data.storage.remote import storage_message
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 
 MOST_IN_A_ROW = 100
-"""Unusable samples in a row that end the reading of endless data: more would probably follow for ever."""
+"""Unusable samples in a row that end the reading of endless data: more would probably follow forever."""
 SHOWN_SKIPS = 10
 PROGRAM_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 """Errors that say nothing about the data. They end the run, and the message names the sample."""
@@ -35,16 +35,16 @@ class KeptSamples:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._samples: dict[Choice, TokenSample] = {}
+        self._samples: dict[ChosenSample, TokenSample] = {}
 
-    def put(self, choice: Choice, sample: TokenSample) -> None:
+    def put(self, choice: ChosenSample, sample: TokenSample) -> None:
         """Keep a sample if there is room for it."""
         size = sample.num_bytes
         if choice not in self._samples and self.num_bytes + size <= self.max_bytes:
             self._samples[choice] = sample
             self.num_bytes += size
 
-    def take(self, choice: Choice) -> TokenSample | None:
+    def take(self, choice: ChosenSample) -> TokenSample | None:
         """Return a sample and forget it; None if it was not kept."""
         sample = self._samples.pop(choice, None)
         if sample is not None:
@@ -73,7 +73,7 @@ class SampleReader:
         """
         self.datasets, self.encoder = datasets, encoder
         self._name = name
-        self.kept = KeptSamples(max_kept_bytes)
+        self.waiting = KeptSamples(max_kept_bytes)
         self._most_in_a_row = most_in_a_row
 
     @property
@@ -81,22 +81,22 @@ class SampleReader:
         """What was skipped since it was asked for."""
         return self.encoder.skips
 
-    def measure(self, choice: Choice) -> TokenSample | None:
+    def measure(self, choice: ChosenSample) -> TokenSample | None:
         """Return a tokenized sample, and keep it for `tokens` if there is room; None if it was skipped."""
         sample = self.tokens(choice)
         if sample is not None:
-            self.kept.put(choice, sample)
+            self.waiting.put(choice, sample)
         return sample
 
-    def tokens(self, choice: Choice) -> TokenSample | None:
+    def tokens(self, choice: ChosenSample) -> TokenSample | None:
         """Return a tokenized sample; None if it was skipped.
 
         Raises:
             DataError: it must not be skipped (data.on_too_long), or the storage fails for good.
         """
-        kept = self.kept.take(choice)
-        if kept is not None:
-            return kept
+        before = self.waiting.take(choice)
+        if before is not None:
+            return before
         dataset = self.datasets[choice.dataset]
         index = dataset.shards[0].first + choice.sample
         try:
@@ -136,7 +136,7 @@ class SampleReader:
             raise DataError(f"{self._name} cannot be read: {reason}{hint}. {where}") from error
         self.skips(error, sample, sources)
 
-    def _augmented(self, choice: Choice, sample: TokenSample) -> TokenSample:
+    def _augmented(self, choice: ChosenSample, sample: TokenSample) -> TokenSample:
         """Return the sample with the draws of its pictures and videos fixed; they are decoded much later."""
         augmentation = self.encoder.augmentation
         if augmentation is None:

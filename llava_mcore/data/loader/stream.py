@@ -13,7 +13,7 @@ from llava_mcore.data.loader.sample_reader import SampleReader
 from llava_mcore.data.loader.source import Delivery, PixelBuffers
 from llava_mcore.data.loader.turns import Turns
 from llava_mcore.data.order.mixture import Progress
-from llava_mcore.data.order.stream_order import Choice
+from llava_mcore.data.order.stream_order import ChosenSample
 from llava_mcore.data.samples import Batch, EncodedSample, Skip, TokenSample
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 
@@ -30,10 +30,10 @@ class Packing:
     """Maximum patches of a pack."""
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Which sample comes next."""
 
-    def next(self, progress: Progress) -> Choice | None:
+    def next(self, progress: Progress) -> ChosenSample | None:
         """Return the next sample; None at the end."""
         ...
 
@@ -49,7 +49,7 @@ class Order(Protocol):
 class Waiting(NamedTuple):
     """A sample that waits for its pack: its numbers and size, not its contents."""
 
-    choice: Choice
+    choice: ChosenSample
     num_tokens: int
     num_patches: int
 
@@ -63,7 +63,7 @@ class Stream:
 
     def __init__(
         self,
-        order: Order,
+        order: SampleOrder,
         reader: SampleReader,
         *,
         batch_size: int,
@@ -96,7 +96,7 @@ class Stream:
     def restore(self, position: dict[str, Any]) -> None:
         """Continue from a position. KeyError, TypeError or ValueError if it is not one of this data."""
         self._order.restore(position["order"])
-        self._waiting = [Waiting(Choice(*entry[:3]), *entry[3:]) for entry in position["waiting"]]
+        self._waiting = [Waiting(ChosenSample(*entry[:3]), *entry[3:]) for entry in position["waiting"]]
         self._num_batches, self._num_tokens = position["num_batches"], position["num_tokens"]
 
     def batch(self, index: int) -> Batch | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,9 +15,17 @@ from llava_mcore.data.encode.augment import Augmentation, augmentation_of
 from llava_mcore.data.encode.tokens import log_origin, warn_of_other_pixels
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.datasets import open_datasets
-from llava_mcore.data.loader.open_streams import mixture_of, open_reader, open_streams
+from llava_mcore.data.loader.open_streams import limit_line, mixture_of, open_reader, open_streams
 from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
-from llava_mcore.data.loader.saved_position import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
+from llava_mcore.data.loader.saved_position import (
+    FORMAT,
+    MICRO_BATCH,
+    NUM_STREAMS,
+    SavedStreams,
+    differences,
+    settings_of,
+    settings_to_resume_with,
+)
 from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, PixelBuffers, reading
 from llava_mcore.data.loader.stream import Stream, StreamServer
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
@@ -36,10 +43,6 @@ from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError, problems
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 4
-EARLIER_FORMATS = (1, 2, 3)
-"""Positions in an order of samples that no longer exists."""
 
 
 class TrainLoader:
@@ -85,7 +88,7 @@ class TrainLoader:
         self._timeout = data.timeout
         # A saved position brings the number of streams, and must belong to the same settings.
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
-        saved_streams = self._saved_streams(saved, dp_rank, dp_size) if saved is not None else _SavedStreams({}, {})
+        saved_streams = self._saved_streams(saved, dp_rank, dp_size) if saved is not None else SavedStreams({}, {})
 
         # For `read_again`: the same loader, which reads in this process.
         self._open_again = partial(
@@ -118,6 +121,8 @@ class TrainLoader:
         if dp_rank == 0:
             log_origin(leaves, assets.chat.fingerprint)
             warn_of_other_pixels(leaves, assets.pixel_ranges)
+            if (line := limit_line(data)) is not None:
+                logger.info(line)
             for warning in _warnings(data, assets, augmentation, self.num_streams, dp_size):
                 logger.warning(warning)
 
@@ -192,12 +197,12 @@ class TrainLoader:
             source.close()
         self._sources = {}
 
-    def _saved_streams(self, saved: Sequence[dict[str, Any]], dp_rank: int, dp_size: int) -> _SavedStreams:
+    def _saved_streams(self, saved: Sequence[dict[str, Any]], dp_rank: int, dp_size: int) -> SavedStreams:
         """Return where the streams are that this rank serves and counts, and keep the saved number of streams.
 
         Raises DataError that lists every setting that differs from the saved one.
         """
-        before = _settings_of(saved)
+        before = settings_of(saved)
         if self.num_streams is None:
             self._settings[NUM_STREAMS] = before[NUM_STREAMS]
         mismatches = differences(before, self._settings)
@@ -208,7 +213,7 @@ class TrainLoader:
                 problems(f"the saved position does not belong to this loader of {self.path}; {advice}", mismatches)
             )
         chosen = states_to_read(len(saved), self.num_streams, dp_rank, dp_size)
-        result = _SavedStreams.of([saved[index] for index in chosen])
+        result = SavedStreams.of([saved[index] for index in chosen])
         missing = [n for n in streams_to_count(self.num_streams, dp_rank, dp_size) if n not in result.num_batches]
         if missing:
             raise DataError(f"the saved position in {self.path} is incomplete: streams {missing} are missing")
@@ -223,49 +228,6 @@ class TrainLoader:
                     stream.restore(positions[index])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
-
-
-@dataclass(frozen=True)
-class _SavedStreams:
-    """Where the streams of a saved run are."""
-
-    positions: dict[int, dict[str, Any]]
-    num_batches: dict[int, int]
-    """Batches that each stream has returned to all ranks."""
-
-    @classmethod
-    def of(cls, states: Sequence[dict[str, Any]]) -> _SavedStreams:
-        """Return what the states of several ranks say together. Of a shared stream, the latest position counts."""
-        positions: dict[int, dict[str, Any]] = {}
-        num_batches: dict[int, int] = {}
-        for state in states:
-            for index, count in state["num_batches"].items():
-                num_batches[index] = max(count, num_batches.get(index, 0))
-            for index, position in state["streams"].items():
-                before = positions.get(index)
-                if position is not None and (before is None or position["num_batches"] > before["num_batches"]):
-                    positions[index] = position
-        return cls(positions, num_batches)
-
-    def scaled(self, times: int) -> _SavedStreams:
-        """Return the same for micro-batches that are smaller by a factor of `times`."""
-        positions = {n: x | {"num_batches": x["num_batches"] * times} for n, x in self.positions.items()}
-        return _SavedStreams(positions, {n: count * times for n, count in self.num_batches.items()})
-
-
-def _settings_of(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of a saved position. DataError if this version cannot read it."""
-    version = saved[0].get("format") if saved and isinstance(saved[0], dict) else None
-    if version in EARLIER_FORMATS:
-        raise DataError(
-            f"the position in the data was saved by an earlier version (format {version}), which read the samples in "
-            "another order, so this run cannot continue in it. Start a run with another --name from its weights "
-            "(--megatron-load-dir), or continue with the version that it was started with"
-        )
-    if version != FORMAT:
-        raise DataError(f"this is not a position in the data that this version can read (expected format {FORMAT})")
-    settings: dict[str, Any] = saved[0]["settings"]
-    return settings
 
 
 def _warnings(

@@ -68,17 +68,17 @@ class ValidationData:
 
     def open(self, dp_rank: int, dp_size: int, part: int) -> ValidationPass:
         """Start a pass over one of `parts`: the micro-batches of one data-parallel rank, always the same ones."""
-        numbers = list(self.parts.values())[part]
-        num_streams = max(1, min(MOST_STREAMS, len(numbers) // LEAST_SAMPLES))
-        indices = range(dp_rank, min(num_streams, len(numbers)), dp_size)
-        open_one = partial(self._open_stream, numbers, num_streams)
-        return ValidationPass(self._data, open_one, indices, self._seed, self._warnings)
+        indices = list(self.parts.values())[part]
+        num_streams = max(1, min(MOST_STREAMS, len(indices) // LEAST_SAMPLES))
+        streams = range(dp_rank, min(num_streams, len(indices)), dp_size)
+        open_one = partial(self._open_stream, indices, num_streams)
+        return ValidationPass(self._data, open_one, streams, self._seed, self._warnings)
 
-    def _open_stream(self, numbers: range, num_streams: int, index: int) -> Stream:
+    def _open_stream(self, indices: range, num_streams: int, index: int) -> Stream:
         skips = Skips(stop_if_too_long=self._data.on_too_long == "error")
         encoder = ChatTaskEncoder(self._data, self._assets, skips, seed=self._seed, pad_multiple=self._pad_multiple)
         reader = open_reader(self._data, self._datasets, encoder, endless=False)
-        order = ListedSamples(self._datasets, self.num_samples, numbers[index::num_streams])
+        order = ListedSamples(self._datasets, self.num_samples, indices[index::num_streams])
         return Stream(order, reader, batch_size=self._micro_batch_size, packing=packing_of(self._data))
 
 

@@ -71,11 +71,11 @@ class Share:
 
 def check_shares(shares: Sequence[Share]) -> None:
     """Raise one DataError with everything that is wrong with the weights of a blend."""
-    found = [problem for share in shares for problem in _problems(share)]
-    if not found and not any(point.weight for share in shares for point in share.schedule.points):
-        found = ["all weights are 0"]
-    if found:
-        raise DataError(problems("the blend cannot be read", found))
+    errors = [problem for share in shares for problem in _problems(share)]
+    if not errors and not any(point.weight for share in shares for point in share.schedule.points):
+        errors = ["all weights are 0"]
+    if errors:
+        raise DataError(problems("the blend cannot be read", errors))
 
 
 def _problems(share: Share) -> list[str]:

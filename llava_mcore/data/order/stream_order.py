@@ -12,7 +12,7 @@ from llava_mcore.data.order.mixture import Progress, Share, next_dataset
 START = Progress()
 
 
-class Choice(NamedTuple):
+class ChosenSample(NamedTuple):
     """A sample by numbers."""
 
     dataset: int
@@ -52,7 +52,7 @@ class StreamOrder:
         # Streams start at different points of the round, so that a step mixes datasets.
         self.credits = [seed_of(mixture.seed, stream, n) / 2**64 if count > 1 else 0.0 for n in range(count)]
 
-    def next(self, progress: Progress = START) -> Choice | None:
+    def next(self, progress: Progress = START) -> ChosenSample | None:
         """Return the next sample; None if every dataset has had as many passes as it may.
 
         Args:
@@ -68,7 +68,7 @@ class StreamOrder:
             return None
         dataset = next_dataset(self.credits, weights)
         self.counts[dataset] += 1
-        return Choice(dataset, *self._mixture.orders[dataset].at(positions[dataset]))
+        return ChosenSample(dataset, *self._mixture.orders[dataset].at(positions[dataset]))
 
     def position(self) -> dict[str, list[int] | list[float]]:
         """Return the position as lists of numbers, one for each dataset."""

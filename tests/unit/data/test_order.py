@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llava_mcore.data.order.dataset_order import BLOCK, DatasetOrder, seed_of, shuffled
 from llava_mcore.data.order.mixture import Progress, Schedule, Share, WeightPoint, check_shares
-from llava_mcore.data.order.stream_order import Choice, Mixture, StreamOrder
+from llava_mcore.data.order.stream_order import ChosenSample, Mixture, StreamOrder
 from llava_mcore.errors import DataError
 
 SHUFFLED = [5, 6, 0, 2, 7, 3, 4, 1]
@@ -69,10 +69,11 @@ def test_twenty_million_samples_cost_little() -> None:
     assert (time.process_time() - start) / 2000 < 0.2e-3
 
 
-def drawn(mixture: Mixture, per_stream: int) -> list[list[Choice]]:
+def drawn(mixture: Mixture, per_stream: int) -> list[list[ChosenSample]]:
     """Return the first samples of every stream."""
     streams = [StreamOrder(mixture, n) for n in range(mixture.num_streams)]
-    return [[choice for _ in range(per_stream) if (choice := stream.next())] for stream in streams]
+    rounds = [[stream.next() for stream in streams] for _ in range(per_stream)]  # as training does: streams take turns
+    return [[choice for choice in column if choice is not None] for column in zip(*rounds, strict=True)]
 
 
 @given(size=SIZES, num_streams=st.sampled_from([1, 2, 3, 48]), window=st.sampled_from([0, 100]), seed=st.integers(0, 9))
@@ -82,17 +83,17 @@ def test_streams_divide_a_dataset(size: int, num_streams: int, window: int, seed
     rounds = -(-2 * size // num_streams)
     streams = drawn(mixture, rounds)
     in_order = [streams[n % num_streams][n // num_streams] for n in range(2 * size)]
-    assert in_order == [Choice(0, *mixture.orders[0].at(n)) for n in range(2 * size)]
+    assert in_order == [ChosenSample(0, *mixture.orders[0].at(n)) for n in range(2 * size)]
     one = StreamOrder(Mixture.of(mixture.shares, window=window, num_streams=1, seed=seed), 0)
     assert in_order == [one.next() for _ in range(2 * size)]
 
 
 @given(
     weights=st.lists(st.sampled_from([0.0, 0.001, 0.2, 0.5, 1.0, 3.0, 17.0]), min_size=2, max_size=6).filter(any),
-    num_streams=st.sampled_from([1, 4, 48]),
+    num_streams=st.sampled_from([1, 2, 7]),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_blend_has_its_weights_at_every_point(weights: list[float], num_streams: int, seed: int) -> None:
     shares = [Share(f"{n}", 100 + n, Schedule.constant(weight)) for n, weight in enumerate(weights)]
     mixture = Mixture.of(shares, window=50, num_streams=num_streams, seed=seed)
@@ -120,13 +121,13 @@ def test_a_position_continues_exactly(num_draws: int, stream: int) -> None:
         Share("c", 1, Schedule.constant(0.05), most_passes=3),
     ]
     mixture = Mixture.of(shares, window=20, num_streams=4, seed=2)
-    unbroken = StreamOrder(mixture, stream)
+    uninterrupted = StreamOrder(mixture, stream)
     for n in range(num_draws):
-        unbroken.next(Progress(n))
+        uninterrupted.next(Progress(n))
     resumed = StreamOrder(mixture, stream)
-    resumed.restore(unbroken.position())
+    resumed.restore(uninterrupted.position())
     later = [Progress(num_draws + n) for n in range(100)]
-    assert [resumed.next(progress) for progress in later] == [unbroken.next(progress) for progress in later]
+    assert [resumed.next(progress) for progress in later] == [uninterrupted.next(progress) for progress in later]
 
 
 def test_weights_follow_their_schedule() -> None:

@@ -75,6 +75,8 @@ class SampleReader:
         self._name = name
         self.waiting = KeptSamples(max_kept_bytes)
         self._most_in_a_row = most_in_a_row
+        self.num_broken = 0
+        """Samples, and packs, that could not be used; without those that split.yaml excludes."""
 
     @property
     def skips(self) -> Skips:
@@ -120,6 +122,7 @@ class SampleReader:
         try:
             return self.encoder.postencode_sample(sample)
         except SkipSample:
+            self.num_broken += 1
             return None
         except SAMPLE_ERRORS as error:
             self._skip(error, sample, list(sample.__sources__ or ()))
@@ -134,6 +137,7 @@ class SampleReader:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             where = origin_of(sources_of(sample, sources))
             raise DataError(f"{self._name} cannot be read: {reason}{hint}. {where}") from error
+        self.num_broken += 1
         self.skips(error, sample, sources)
 
     def _augmented(self, choice: ChosenSample, sample: TokenSample) -> TokenSample:
@@ -152,12 +156,17 @@ class SampleReader:
 
         return replace(sample, conversations=[with_draws(x) for x in sample.conversations])
 
-    def check_progress(self, num_in_a_row: int) -> None:
-        """Raise DataError if so many samples in a row cannot be used that no more should be tried."""
-        if self._most_in_a_row is None or num_in_a_row < self._most_in_a_row:
+    def check_progress(self, num_in_a_row: int, num_broken: int) -> None:
+        """Raise DataError if so many samples in a row cannot be used that no more should be tried.
+
+        Args:
+            num_in_a_row: including those that split.yaml excludes.
+            num_broken: of these, those that are broken.
+        """
+        if self._most_in_a_row is None:
             return
-        skips = self.skips.take()
-        if not skips and num_in_a_row < sum(dataset.num_samples for dataset in self.datasets):
-            return  # split.yaml excludes them
-        last = [str(skip) for skip in skips[-SHOWN_SKIPS:]] or ["split.yaml excludes all samples"]
-        raise DataError(problems(f"{num_in_a_row} samples in a row cannot be used; the last ones", last))
+        if num_broken >= self._most_in_a_row:
+            last = [str(skip) for skip in self.skips.take()[-SHOWN_SKIPS:]]
+            raise DataError(problems(f"{num_broken} samples in a row cannot be used; the last ones", last))
+        if num_in_a_row >= sum(dataset.num_samples for dataset in self.datasets) and not num_broken:
+            raise DataError(f"{self._name}: split.yaml excludes all samples")

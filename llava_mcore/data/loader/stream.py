@@ -84,7 +84,7 @@ class Stream:
         self._waiting: list[Waiting] = []
         self._num_batches = 0
         self._num_tokens = 0
-        self._num_in_a_row = 0
+        self._num_in_a_row = self._num_broken = 0
         self._num_streams, self._iterations_per_batch = num_streams, iterations_per_batch
 
     def position(self) -> dict[str, Any]:
@@ -130,6 +130,7 @@ class Stream:
     def _next(self) -> Batch | None:
         """Return the next batch; None at the end of the data."""
         rows: list[EncodedSample] = []
+        self._broken_before = self._reader.num_broken  # other streams of the process use the reader too
         while len(rows) < self._batch_size:
             tokens = self._next_sample() if self._packing is None else self._next_pack(self._packing)
             if tokens is None:
@@ -199,8 +200,13 @@ class Stream:
 
     def _count(self, usable: bool) -> None:
         """Count the samples in a row that cannot be used."""
-        self._num_in_a_row = 0 if usable else self._num_in_a_row + 1
-        self._reader.check_progress(self._num_in_a_row)
+        if usable:
+            self._num_in_a_row = self._num_broken = 0
+        else:
+            self._num_in_a_row += 1
+            self._num_broken += self._reader.num_broken - self._broken_before
+            self._reader.check_progress(self._num_in_a_row, self._num_broken)
+        self._broken_before = self._reader.num_broken
 
 
 def _joined(samples: list[TokenSample]) -> TokenSample:

@@ -36,6 +36,8 @@ _LONGEST = 120
 _SHORT = Repr(maxstring=_LONGEST, maxother=_LONGEST, maxlist=6, maxdict=6)
 _NONE_IS_A_CHOICE = {key for key, field in config_fields() if "none" in get_args(field.annotation)}
 """Keys of which "none" is one of the choices."""
+REMOVED_KEYS = {"training.fp8_maximum_over": "all"}
+"""Keys of earlier versions, each with the value under which a run is as it is now: runs saved with it still load."""
 SECTIONS = {key.split(".")[0] for key, _ in config_fields() if "." in key}
 
 
@@ -188,6 +190,12 @@ def _nest(values: Mapping[str, Any], errors: list[str], origin: Mapping[str, str
             *path, leaf = dotted.split(".")
             section = nested.setdefault(path[0], {}) if path else nested
             section[leaf] = value
+        elif dotted in REMOVED_KEYS:
+            if value != REMOVED_KEYS[dotted]:
+                errors.append(
+                    f"{dotted} ({origin[dotted]}): no such key any more, found {excerpt(value)}; "
+                    f"the program now does what {REMOVED_KEYS[dotted]} did: omit it"
+                )
         elif dotted in SECTIONS:
             errors.append(f"{dotted} ({origin[dotted]}): a section, expected a mapping of keys, found {excerpt(value)}")
         else:

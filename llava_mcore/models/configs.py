@@ -22,8 +22,7 @@ class Fp8Options:
     """FP8 settings of the language model's layers, and with `vision` of the tower's. Everything else stays in
     params_dtype.
 
-    `num_bf16_layers_at_start`, `num_bf16_layers_at_end`: of the language model. `maximum_over_tensor_parallel`: data-
-    parallel ranks do not share the maxima from which the delayed recipe computes scales.
+    `num_bf16_layers_at_start`, `num_bf16_layers_at_end`: of the language model.
     """
 
     recipe: Literal["delayed", "tensorwise", "blockwise"]
@@ -31,7 +30,6 @@ class Fp8Options:
     num_bf16_layers_at_start: int = 0
     num_bf16_layers_at_end: int = 0
     vision: bool = False
-    maximum_over_tensor_parallel: bool = False
 
     def fields(self) -> dict[str, Any]:
         """Return TransformerConfig fields."""
@@ -40,7 +38,6 @@ class Fp8Options:
             "fp8_recipe": self.recipe,
             "fp8_amax_history_len": 1024 if self.recipe == "delayed" else 1,
             "fp8_amax_compute_algo": "max",
-            "tp_only_amax_red": self.maximum_over_tensor_parallel,
             "first_last_layers_bf16": bool(self.num_bf16_layers_at_start or self.num_bf16_layers_at_end),
             "num_layers_at_start_in_bf16": self.num_bf16_layers_at_start,
             "num_layers_at_end_in_bf16": self.num_bf16_layers_at_end,

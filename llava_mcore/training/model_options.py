@@ -95,5 +95,4 @@ def fp8_options(run: RunConfig) -> Fp8Options | None:
         num_bf16_layers_at_start=training.fp8_first_layers_bf16,
         num_bf16_layers_at_end=training.fp8_last_layers_bf16,
         vision=training.fp8_vision,
-        maximum_over_tensor_parallel=training.fp8_maximum_over == "tensor_parallel",
     )

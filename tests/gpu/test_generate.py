@@ -26,6 +26,9 @@ from tests.parallel.validation_checks import make_material
 pytestmark = pytest.mark.gpu
 LAYOUTS = [x for x in [(1, 1), (2, 1), (1, 2), (2, 2)] if math.prod(x) <= torch.cuda.device_count()]
 NUM_NEW = 12
+KINDS = {"smolvlm": "SmolVLM", "qwen2_audio": "audio"}
+PROCESSOR_NEEDS = {"SmolVLM": ("num2words",), "audio": ("soundfile", "soxr")}
+"""Packages that the processors of these classes need, which a machine with GPUs may lack."""
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 """Transformer Engine asks cuBLAS for TF32 in products of fp32."""
 TIE = 1e-4
@@ -38,15 +41,15 @@ def _whole_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-@pytest.mark.parametrize("smolvlm", [False, True], ids=["all but SmolVLM", "SmolVLM"])
+@pytest.mark.parametrize("kind", ["images", "SmolVLM", "audio"])
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-def test_tokens_are_those_of_transformers(tmp_path: Path, tp: int, pp: int, smolvlm: bool) -> None:
+def test_tokens_are_those_of_transformers(tmp_path: Path, tp: int, pp: int, kind: str) -> None:
     """In fp32, from torch's layers and, where it has them, Transformer Engine's."""
-    if smolvlm:
-        needs("num2words")  # its processor does
+    for package in PROCESSOR_NEEDS.get(kind, ()):
+        needs(package)
     jobs, able = {}, {}
     expected: dict[str, Answers] = {}
-    for case in (case for case in CASES if (case.architecture == "smolvlm") == smolvlm):
+    for case in (case for case in CASES if KINDS.get(case.architecture, "images") == kind):
         folder = tmp_path / case.name
         make_sharp_case(case, folder / "hf")
         import_hf(folder / "hf", folder / "megatron")
@@ -58,10 +61,10 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, tp: int, pp: int, smol
         jobs[case.name] = (str(folder / "megatron"), asked)
         if not language_family(config.text_config).shape(config.text_config).needs_local_layers:
             able[case.name] = jobs[case.name]
-    for kind in ({"jobs": jobs}, {"jobs": able, "transformer_impl": "transformer_engine"}):
-        arguments: dict[str, Any] = {"num_new": NUM_NEW, **kind}
+    for layers in ({"jobs": jobs}, {"jobs": able, "transformer_impl": "transformer_engine"}):
+        arguments: dict[str, Any] = {"num_new": NUM_NEW, **layers}
         for found in run_world(tp * pp, generate_checks.answers, environment=NO_TF32, tp=tp, pp=pp, **arguments):
-            assert found.keys() == kind["jobs"].keys()
+            assert found.keys() == layers["jobs"].keys()
             assert not [text for name, answers in found.items() for text in expected[name].unlike(name, answers)]
 
 

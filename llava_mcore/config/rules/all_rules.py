@@ -204,8 +204,6 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16)
     ):
         yield "training.fp8_first_layers_bf16 and …_last_… do not work with --fp8-recipe delayed: choose another recipe"
-    if training.fp8 and training.fp8_recipe != "delayed" and training.fp8_maximum_over != "all":
-        yield "training.fp8_maximum_over has no effect without --fp8-recipe delayed: omit it"
     if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel):
         flag = "--fp8" if training.fp8 else "--sequence-parallel"
         yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with {flag}: change it"

@@ -57,8 +57,6 @@ class TrainingConfig(Section):
     """How FP8 values are scaled: by the maximum of earlier steps, of this tensor, or of its blocks."""
     fp8_format: Annotated[Literal["hybrid", "e4m3"], Flag("--fp8-format"), _FP8] = "hybrid"
     """FP8 format: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for both."""
-    fp8_maximum_over: Annotated[Literal["all", "tensor_parallel"], _FP8] = "all"
-    """Ranks that share the maximum of the delayed recipe: those of a pipeline stage in all replicas, or in one."""
     fp8_first_layers_bf16: Annotated[int, _FP8] = Field(0, ge=0, le=10**5)
     """First layers of the language model that stay in bf16 (not with the delayed recipe)."""
     fp8_last_layers_bf16: Annotated[int, _FP8] = Field(0, ge=0, le=10**5)

@@ -19,7 +19,13 @@ from llava_mcore.cli import show_config
 from llava_mcore.cli.commands import COMMANDS
 from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flags import ALL_FLAGS, TRAINER_NAMES, make_parser, parse_command_line
-from llava_mcore.config.load import config_fields, load_run_config, run_config_yaml, save_run_config
+from llava_mcore.config.load import (
+    REMOVED_KEYS,
+    config_fields,
+    load_run_config,
+    run_config_yaml,
+    save_run_config,
+)
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.errors import ConfigError
@@ -437,3 +443,15 @@ def test_every_integer_has_bounds() -> None:
         if "int" in str(field.annotation):
             for value in ("9" * 26, "-2"):
                 assert key in message_of(lambda key=key, value=value: load_run_config(None, [f"{key}={value}"])), key
+
+
+def test_a_key_of_an_earlier_version_is_accepted_with_the_value_that_remains(tmp_path: Path) -> None:
+    """Checkpoints hold all keys of the run that saved them."""
+    path = tmp_path / "run.yaml"
+    for key, value in REMOVED_KEYS.items():
+        section, leaf = key.split(".")
+        path.write_text(f"{section}:\n  {leaf}: {value}\n")
+        assert load_run_config(path) == load_run_config()
+        path.write_text(f"{section}:\n  {leaf}: another\n")
+        with pytest.raises(ConfigError, match=f"{key} .*: no such key any more, found 'another'.*omit it"):
+            load_run_config(path)

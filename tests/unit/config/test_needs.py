@@ -60,7 +60,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "training.epoch_samples": ("9", ["training.train_epochs=2"]),
     "training.fp8_recipe": ("blockwise", ["training.fp8=true"]),
     "training.fp8_format": ("e4m3", ["training.fp8=true"]),
-    "training.fp8_maximum_over": ("tensor_parallel", ["training.fp8=true"]),
     "training.fp8_first_layers_bf16": ("1", ["training.fp8=true"]),
     "training.fp8_last_layers_bf16": ("1", ["training.fp8=true"]),
     "validation.eval_iters": ("1", ["validation.eval_interval=5"]),

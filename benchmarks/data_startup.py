@@ -1,18 +1,17 @@
-"""Seconds from the start of a process to its first batch, over a simulated index of 20 million samples.
+"""CPU seconds from the start of a process to its first batch, cost of a position and memory, over 20 million samples.
 
     python -m benchmarks.data_startup --json out.json
 
-2000 shards of 10 000 samples each are links to a few real ones; what is opened, read and checked is what 2000 different
-files would cost, but for the disk: the system knows the few files' contents after the first time. A new process imports
-what a training process imports, checks the data as run.py does, loads tokenizer and image processor, and takes batches
-from the loader with default settings. Needs scikit-learn.
+20,000 shards of 1,000 samples each are links to a few real ones; what is opened, read and checked is what 20,000
+different files would cost, but for the disk: the system knows the few files' contents after the first time. A new
+process imports what a training process imports, checks the data as run.py does, loads tokenizer and image processor,
+and takes batches from the loader. Steps are CPU seconds of the process and its loader processes. Needs scikit-learn.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import subprocess
@@ -21,14 +20,29 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
-STEPS = ("imports", "check", "tokenizer", "loader", "first batch", "all streams")
+STEPS = ("imports", "preflight", "tokenizer", "loader", "first batch")
+EARLY, LATE = 100, 2000
+"""Batches after which positions and memory are measured."""
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its children."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def memory() -> float:
+    """Return the MiB that this process and its loader processes hold and share with no other process."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(process.memory_full_info().uss for process in processes) / 2**20
 
 
 def child(options: argparse.Namespace) -> None:
-    """Open everything as training does, and print when each step was done."""
+    """Open everything as training does, and print what each step cost."""
     import torch
 
     from llava_mcore.config.sections.data import DataConfig
@@ -37,30 +51,42 @@ def child(options: argparse.Namespace) -> None:
     from llava_mcore.data.storage.dataset_path import check_dataset
 
     torch.set_num_threads(1)
-    done = [time.time()]
+    done = [0.0, cpu_seconds()]
     check_dataset(options.path)
-    done.append(time.time())
+    done.append(cpu_seconds())
     assets = load_assets(options.hf)
-    done.append(time.time())
+    done.append(cpu_seconds())
     data = DataConfig(path=options.path, num_workers=options.workers, packing=options.packing, seq_length=4096)
-    loader = TrainLoader(data, assets, micro_batch_size=4, dp_rank=0, dp_size=options.dp_size, seed=1)
-    done.append(time.time())
+    loader = TrainLoader(data, assets, micro_batch_size=1, dp_rank=0, dp_size=options.dp_size, seed=1)
+    done.append(cpu_seconds())
     next(loader)
-    done.append(time.time())
-    for _ in range(loader.num_streams // options.dp_size - 1):
-        next(loader)
-    done.append(time.time())
+    done.append(cpu_seconds())
+    row = {step: after - before for step, before, after in zip(STEPS, done[:-1], done[1:], strict=True)}
+    for count, name in ((EARLY, "early"), (LATE - EARLY, "late")):
+        for _ in range(count):
+            next(loader)
+        row |= {f"position ms, {name}": position_ms(loader), f"memory MiB, {name}": memory()}
     loader.close()
-    print(json.dumps(done), file=sys.__stdout__, flush=True)
+    print(json.dumps(row), file=sys.__stdout__, flush=True)
+
+
+def position_ms(loader: object) -> float:
+    """Return the milliseconds of the position of one stream, as every batch brings it."""
+    from llava_mcore.data.loader.train_loader import TrainLoader
+
+    assert isinstance(loader, TrainLoader)
+    begin = time.process_time()
+    for _ in range(20):
+        json.dumps(loader.state())
+    return 1000 * (time.process_time() - begin) / 20 / loader.num_streams
 
 
 def measure(path: Path, hf: Path, *flags: str) -> dict[str, float]:
-    """Return the seconds of each step of a new process."""
+    """Return the figures of a new process."""
     command = [sys.executable, "-m", "benchmarks.data_startup", "--child", str(path), "--hf", str(hf), *flags]
-    begin = time.time()
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    times = [begin, *json.loads(output.splitlines()[-1])]
-    return {step: after - before for step, (before, after) in zip(STEPS, itertools.pairwise(times), strict=True)}
+    row: dict[str, float] = json.loads(output.splitlines()[-1])
+    return row
 
 
 def make_data(root: Path, num_shards: int, samples_per_shard: int) -> tuple[Path, Path]:
@@ -77,8 +103,8 @@ def make_data(root: Path, num_shards: int, samples_per_shard: int) -> tuple[Path
 def main() -> None:
     """Make the data, start one process after the other, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--num-shards", type=int, default=2000)
-    parser.add_argument("--samples-per-shard", type=int, default=10_000)
+    parser.add_argument("--num-shards", type=int, default=20_000)
+    parser.add_argument("--samples-per-shard", type=int, default=1000)
     parser.add_argument("--dp-size", type=int, default=1, help="data-parallel ranks, of which one is measured")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     parser.add_argument("--child", dest="path", type=Path, help=argparse.SUPPRESS)
@@ -89,25 +115,24 @@ def main() -> None:
     if options.path is not None:
         child(options)
         return
-    console, rows = Console(width=120), []
+    console, rows = Console(width=200), []
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(sys.stderr):
             path, hf = make_data(Path(folder), options.num_shards, options.samples_per_shard)
-        number = options.num_shards * options.samples_per_shard
-        console.print(f"{number:,} samples in {options.num_shards} shards; {os.cpu_count()} cores")
-        table = Table("workers", "packing", *STEPS, "to the first batch", "load")
+        total = options.num_shards * options.samples_per_shard
+        console.print(f"{total:,} samples in {options.num_shards:,} shards; {os.cpu_count()} cores; CPU seconds")
         for workers in (0, 2):
             for packing in (False, True):
                 flags = ["--workers", str(workers), "--dp-size", str(options.dp_size)]
-                found = measure(path, hf, *flags, *(["--packing"] if packing else []))
-                total = sum(found[step] for step in STEPS[:-1])
-                rows.append({"workers": workers, "packing": packing, **found, "total": total, "load": os.getloadavg()})
-                figures = [f"{found[step]:.1f}" for step in STEPS]
-                packs = "yes" if packing else "no"
-                table.add_row(str(workers), packs, *figures, f"{total:.1f} s", f"{os.getloadavg()[0]:.1f}")
+                row = measure(path, hf, *flags, *(["--packing"] if packing else []))
+                rows.append({"workers": workers, "packing": packing, **row})
+        table = Table("workers", "packing", *[name for name in rows[0] if name not in ("workers", "packing")])
+        for entry in rows:
+            workers, packing, *values = entry.values()
+            table.add_row(str(workers), "yes" if packing else "no", *(f"{value:.3g}" for value in values))
         console.print(table)
     if options.json is not None:
-        options.json.write_text(json.dumps({"samples": number, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps({"samples": total, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

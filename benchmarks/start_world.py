@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
-from llava_mcore.data.loader.streams import states_to_read
+from llava_mcore.data.loader.turns import states_to_read
 from llava_mcore.data.samples import Batch
 from llava_mcore.files.torch_files import load_tensors
 from llava_mcore.media.batch_fields import IMAGE_FIELDS

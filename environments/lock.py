@@ -15,7 +15,20 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 TITLES = {"lock": "The tested CPU stack", "lock-newest": "The newest tested CPU stack"}
-EXTRAS = ("audio", "dev", "eval", "mlflow", "qlora", "quickstart", "remote", "serve", "small-vlm", "speech", "video")
+EXTRAS = (
+    "audio",
+    "dedup",
+    "dev",
+    "eval",
+    "mlflow",
+    "qlora",
+    "quickstart",
+    "remote",
+    "serve",
+    "small-vlm",
+    "speech",
+    "video",
+)
 """Extras of the project that the CPU stack has; gpu.lock.txt has those of `gpu`."""
 
 

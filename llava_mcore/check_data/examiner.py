@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from megatron.energon import SkipSample, SourceInfo
-from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
+from megatron.energon import SkipSample
 
 from llava_mcore.check_data.unused import unused_keys
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.conversation import chat_from_standard
 from llava_mcore.data.encode.encode import TooLongError, stored_tokens
 from llava_mcore.data.encode.marks import LITERAL_REASON
 from llava_mcore.data.encode.tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
@@ -89,7 +87,7 @@ class Examiner:
         boundless = data.model_copy(update={"seq_length": BOUNDLESS, "max_media_tokens": None})
         self._measure = ChatTaskEncoder(boundless, assets, self._skips, seed=SEED)
         self._key = ""
-        self.datasets: list[Dataset] = open_datasets(path, self._encoder, self._on_decode_error)
+        self.datasets: list[Dataset] = open_datasets(path, max_sample_bytes=data.max_sample_bytes)
 
     def examine(self, dataset: int, index: int) -> Finding:
         """Read, tokenize and decode one sample; does not raise errors that a sample can cause."""
@@ -97,8 +95,7 @@ class Examiner:
         self._key = f"number {index - shard.first}"
         blank = Finding(dataset, index, shard.name, self._key)
         try:
-            with self.datasets[dataset].reading():
-                finding = self._follow(self.datasets[dataset], blank)
+            finding = self._follow(self.datasets[dataset], blank)
         except SkipSample:
             finding = replace(blank, status="left out")
         except DataError as error:  # an error that affects all samples
@@ -119,24 +116,28 @@ class Examiner:
     def conversations(self, finding: Finding) -> Sequence[TokenConversation]:
         """Return the conversations of a sample that was examined before and can be used."""
         data = self.datasets[finding.dataset]
-        with data.reading():
-            return self._encoder.preencode_sample(data.cook(data.read(finding.index))).conversations
+        parts = data.raw(finding.index)
+        assert parts is not None, "it was read before"
+        return self._encoder.preencode_sample(data.chat(data.decode(parts))).conversations
 
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
         # The steps of training. A sample that one of them refuses is left out there too.
-        raw = data.read(blank.index)
-        self._key = raw["__key__"] if isinstance(raw, dict) else raw.__key__
+        parts = data.raw(blank.index)
+        if parts is None:
+            return replace(blank, status="left out")
+        self._key = parts.data[0]["__key__"]
         try:
-            chat = chat_from_standard(data.cook(raw))
+            raw = data.decode(parts)
+            chat = data.chat(raw)
             tokens = self._encoder.preencode_sample(chat)
             blank = _sized(blank, tokens)
             encoded = self._encoder.postencode_sample(tokens)
             differing = _differing(chat, self.assets)
         except TooLongError as error:
-            self._skips(error, raw, None)
+            self._skips(error, parts, None)
             return replace(_sized(blank, self._measure.preencode_sample(chat)), status="left out")
         except (*DATA_ERRORS, DataError) as error:
-            self._skips(error, raw, None)
+            self._skips(error, parts, None)
             return replace(blank, status="left out")
         # What training would use, and what its author may not have meant.
         used = encoded.conversations
@@ -158,14 +159,6 @@ class Examiner:
             num_without_fps=sum(c.num_without_fps for c in used) if self.assets.plan.timed else 0,
             num_frames=tuple(len(item.data.frames) for c in used for item in c.media if isinstance(item.data, Video)),
         )
-
-    def _on_decode_error(self, error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-        """Energon's error handler: record the sample as training does, and continue with the next one."""
-        raw = sample.data[0] if isinstance(sample, RawSampleData) else None
-        if raw is not None:
-            self._key = raw["__key__"]
-            self._skips(error, sample, sources)
-        raise SkipSample from error
 
 
 def _sized(finding: Finding, tokens: TokenSample) -> Finding:

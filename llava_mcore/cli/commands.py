@@ -76,6 +76,12 @@ _ROWS = (
         has_image=True,
     ),
     Command(
+        "dedup",
+        "dedup",
+        "find samples that occur twice, or that an evaluation set has too",
+        uses_gpus=False,
+    ),
+    Command(
         "inspect",
         "inspect_folder",
         "show the contents of a Hugging Face folder or a Megatron checkpoint",

@@ -3,6 +3,8 @@
     +-------------------------------------------------------------+
     | shard: a tar with an index, on a disk or in an object store |
     +-------------------------------------------------------------+
+       |  order/stream_order.py                which sample is next (order/mixture.py, order/dataset_order.py)
+       |  loader/sample_reader.py              reads it by its number, and tokenizes it: down to TokenSample
        |  storage/shard_reader.py              one read per sample (storage/tar_files.py)
        v
     +----------------------------------+
@@ -20,7 +22,7 @@
     +---------------------------------------------------------+
     | TokenSample: ids, mask of trained tokens, encoded media |
     +---------------------------------------------------------+
-       |  loader/packing.py                    several in one row, with data.packing
+       |  loader/stream.py                     several in one row, with data.packing (loader/packing.py)
        |  processors/images.py                 decoded; then data.augment (encode/augment.py)
        |  processors/image_processor.py        what the tower takes; processors/audio_processor.py for audio
        v
@@ -32,7 +34,7 @@
     +----------------------------------+
     | Batch: a micro-batch on the host |
     +----------------------------------+
-       |  loader/streams.py                    the next of a stream, in a loader process
+       |  loader/stream.py                     the next of a stream, in a loader process
        |  loader/source.py                     from that process to this one
        |  loader/train_loader.py               in the order of all streams
        |  training/fetch.py                    a step's micro-batches
@@ -50,6 +52,7 @@
     | loss of each token |
     +--------------------+
 
-`loader/task_encoder.py` connects the steps from ChatSample to Batch to energon. Each is stateless, so a position in the
-data can be restored exactly. Media are decoded after packing: the buffers for shuffling and packing hold encoded ones.
+`loader/task_encoder.py` has the steps from ChatSample to Batch with the settings of a run. Each is stateless, so a
+position in the data can be restored exactly. Samples are shuffled as numbers; media are decoded after packing, so what
+waits for its pack is encoded.
 """

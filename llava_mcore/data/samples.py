@@ -105,6 +105,13 @@ class MediaSpan:
         """Index after its last token."""
         return self.start + len(self.tokens)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the encoded media."""
+        if isinstance(self.data, Video):
+            return sum(map(len, self.data.frames))
+        return len(self.data.data if isinstance(self.data, Audio) else self.data)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenConversation:
@@ -137,6 +144,11 @@ class TokenConversation:
         return sum(isinstance(item.data, Video) and item.data.fps is None for item in self.media)
 
     @property
+    def num_bytes(self) -> int:
+        """Memory that its tokens and encoded media take; parts of it may belong to other conversations too."""
+        return self.input_ids.nbytes + self.trained.nbytes + sum(item.num_bytes for item in self.media)
+
+    @property
     def num_rows(self) -> int:
         """Rows of pixel_values: tiles or patches of all pictures and videos, mel frames of all sounds."""
         return sum(item.tokens.num_rows for item in self.media)
@@ -151,6 +163,11 @@ class TokenSample(Sample):
     """Tokens of all conversations."""
     num_patches: int = 0
     """Patches of all their pictures, frames and sounds."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its tokens and encoded media take."""
+        return sum(conversation.num_bytes for conversation in self.conversations)
 
 
 @edataclass

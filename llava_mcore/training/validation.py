@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class ValidationResult:
     """One validation: `loss` is the mean over all its trained tokens, None if it is not finite; perplexity: exp(loss).
 
     num_skipped: samples that were skipped because they are broken or too long.
+    losses: of each dataset of a blend, by its path; empty without a blend.
     """
 
     iteration: int
@@ -40,20 +42,26 @@ class ValidationResult:
     num_conversations: int
     num_skipped: int
     seconds: float
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return the console line."""
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
         perplexity = "-" if self.perplexity is None else f"{self.perplexity:.3f}"
         skipped = f" | {self.num_skipped} samples skipped" if self.num_skipped else ""
+        names = short_names(list(self.losses))
+        parts = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, self.losses.values(), strict=True))
         return (
-            f"validation after step {self.iteration} | loss {loss} | perplexity {perplexity} | "
-            f"{self.num_conversations} samples, {self.num_trained_tokens} tokens | {self.seconds:.1f} s{skipped}"
+            f"validation after step {self.iteration} | loss {loss}{f' ({parts})' if parts else ''} | perplexity "
+            f"{perplexity} | {self.num_conversations} samples, {self.num_trained_tokens} tokens | {self.seconds:.1f} s"
+            f"{skipped}"
         )
 
     def values(self) -> dict[str, float]:
         """Return the numbers under their names in sinks."""
         values = {"loss": self.loss, "perplexity": self.perplexity, "seconds": self.seconds}
+        names = short_names(list(self.losses))
+        values |= {f"loss/{name}": loss for name, loss in zip(names, self.losses.values(), strict=True)}
         return {f"validation/{name}": value for name, value in values.items() if value is not None}
 
     def record(self) -> dict[str, Any]:
@@ -81,40 +89,53 @@ class Validator:
         """Run one validation. DataError on all ranks if any cannot read the data, or too much of it is broken."""
         start = time.perf_counter()
         groups = self.trainer.groups
-        # Every pass reads the same samples, so that validations can be compared.
-        passing = None if self.data is None else self.data.open(groups.dp_rank, groups.dp_size)
+        # Ranks that read no data do not know how many datasets there are.
+        (num_parts,) = sum_over_ranks(groups, [0 if self.data is None or groups.rank else len(self.data.parts)])
         budget = SkipBudget(self.trainer.run.data.max_skip_rate)
-        sums = torch.zeros(2, dtype=torch.float64)  # loss, trained tokens; of this rank's replica
-        used = skipped = rounds = 0
-        # As many micro-batches as a training step has at a time, until no replica has any left.
-        try:
-            with without_side_effects(self.trainer):
-                while True:
-                    self.watchdog.begin(f"validation after iteration {iteration}, part {rounds + 1}")
-                    batches, counts = self._fetch(passing, budget)
-                    if not any(counts.per_replica):
-                        break
-                    used, skipped, rounds = used + counts.used, skipped + counts.skipped, rounds + 1
-                    if counts.per_replica[groups.dp_rank]:
-                        sums += self._measure(batches, counts.per_replica[groups.dp_rank])
-        finally:
-            if passing is not None:
-                passing.close()
+        sums = torch.zeros(num_parts, 2, dtype=torch.float64)  # loss, trained tokens; of this rank's replica
+        used = skipped = 0
+        with without_side_effects(self.trainer):
+            for part in range(num_parts):
+                sums[part], *counts = self._measure_part(iteration, part, budget)
+                used, skipped = used + counts[0], skipped + counts[1]
         self._has_told = True
         # The mean over the trained tokens of all replicas.
         budget.check(groups, used, skipped)
         dist.all_reduce(sums, group=groups.control)
-        loss = sums[0].item() / sums[1].item() if sums[1] else math.nan
-        finite = math.isfinite(loss)
+        loss, *losses = (_mean(pair) for pair in (sums.sum(0), *sums))
+        named = {} if self.data is None or num_parts == 1 else zip(self.data.parts, losses, strict=True)
         return ValidationResult(
             iteration=iteration,
-            loss=loss if finite else None,
-            perplexity=math.exp(loss) if finite and loss < 700 else None,
-            num_trained_tokens=int(sums[1]),
+            loss=loss,
+            perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
+            num_trained_tokens=int(sums[:, 1].sum()),
             num_conversations=used,
             num_skipped=skipped,
             seconds=time.perf_counter() - start,
+            losses={name: value for name, value in dict(named).items() if value is not None},
         )
+
+    def _measure_part(self, iteration: int, part: int, budget: SkipBudget) -> tuple[torch.Tensor, int, int]:
+        """Return (summed loss, trained tokens) of this replica on one dataset; conversations that all ranks have used
+        and skipped."""
+        groups = self.trainer.groups
+        # Every pass reads the same samples, so that validations can be compared.
+        passing = None if self.data is None else self.data.open(groups.dp_rank, groups.dp_size, part)
+        sums = torch.zeros(2, dtype=torch.float64)
+        used = skipped = rounds = 0
+        # As many micro-batches as a training step has at a time, until no replica has any left.
+        try:
+            while True:
+                self.watchdog.begin(f"validation after iteration {iteration}, dataset {part + 1}, part {rounds + 1}")
+                batches, counts = self._fetch(passing, budget)
+                if not any(counts.per_replica):
+                    return sums, used, skipped
+                used, skipped, rounds = used + counts.used, skipped + counts.skipped, rounds + 1
+                if counts.per_replica[groups.dp_rank]:
+                    sums += self._measure(batches, counts.per_replica[groups.dp_rank])
+        finally:
+            if passing is not None:
+                passing.close()
 
     def _fetch(self, passing: ValidationPass | None, budget: SkipBudget) -> tuple[list[Any], _ValidationCounts]:
         """Read as many micro-batches as a training step has, or those that are left; [] on ranks that do not read."""
@@ -153,6 +174,18 @@ class Validator:
     @property
     def _is_interleaved(self) -> bool:
         return len(self.trainer.chunks) > 1
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the last part of each path, or the whole paths if these would not differ."""
+    names = [PurePosixPath(path).name for path in paths]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def _mean(pair: torch.Tensor) -> float | None:
+    """Return the loss per trained token of (summed loss, trained tokens); None if it is not finite."""
+    loss = pair[0].item() / pair[1].item() if pair[1] else math.nan
+    return loss if math.isfinite(loss) else None
 
 
 @dataclass(frozen=True)

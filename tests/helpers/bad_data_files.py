@@ -205,6 +205,7 @@ def bare_jsonl(folder: Path) -> Path:
     return folder / "data.jsonl"
 
 
+ZERO = "      - weight: 0\n        path: ./good\n"
 LINE = json.dumps(messages(("user", "Hi"), ANSWERED))
 NO_BLEND = r"blend\.yaml is not a blend of datasets that energon can read"
 DATASETS = [
@@ -217,6 +218,8 @@ DATASETS = [
     BadData("blend another yaml", blended(text="splits: 3"), "stop", NO_BLEND, "start"),
     BadData("blend empty", blended(text=""), "stop", NO_BLEND, "start"),
     BadData("blend without train", blended(text=BLEND.replace("train", "val")), "stop", NO_BLEND, "start"),
+    BadData("blend of weight 0", blended(text=BLEND + ZERO), "stop", "not all 0, found 0", "start"),
+    BadData("blend of negative weight", blended(text=BLEND + ZERO.replace("0", "-1")), "stop", "found -1", "start"),
     BadData("jsonl in a blend", lines_in_blend(LINE, LINE, LINE), "fine"),
     BadData("jsonl with a bad line", lines_in_blend(LINE, '{"a" 1}', LINE, LINE), "skip", "Expecting ':'"),
     BadData(

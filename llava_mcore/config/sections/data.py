@@ -22,6 +22,8 @@ def _path_or_url(value: Any) -> Any:
 DataPath = Annotated[Path | str, BeforeValidator(_path_or_url)]
 
 
+BlendWeights = Literal["samples", "tokens"]
+"""What the weights of a blend count."""
 Handling = Literal["text", "control"]
 """How special tokens in the text of a conversation are read."""
 
@@ -65,12 +67,16 @@ class DataConfig(Section):
     timeout: Seconds = 600
     """Seconds that a loader process may take for a batch before the run ends. With num_workers 0, only storage has time
     limits."""
-    shuffle_buffer_size: int = Field(100, ge=0, le=10**7)
-    """Samples that each stream keeps to shuffle among; 0 or 1 keeps the order within a shard."""
+    shuffle_buffer_size: int = Field(10_000, ge=0, le=10**7)
+    """Samples among which the order is shuffled, after blocks of 64 consecutive samples were shuffled over the whole
+    dataset. Only their numbers are kept, so a large value costs no memory; a small one reads fewer shards at a time. 0
+    or 1 keeps the order of the shards."""
     num_streams: Parts | None = None
     """Streams that the data is divided into for the whole run, ideally a multiple of every number of data-parallel
-    ranks that it will have. Not given: 48 (fewer below 384 samples), or a multiple of 48 and the number of ranks. A
-    resumed run keeps them."""
+    ranks that it will have. Not given: 48, or 768 from 200,000 samples on, whatever the number of ranks. A resumed run
+    keeps them."""
+    blend_weights: BlendWeights = "samples"
+    """What the weights of a blend count: samples, or tokens as `prepare` has counted them (manifest.json)."""
     image_token_id: Annotated[int | None, Flag("--image-token-id", after="--max-skip-rate")] = Field(
         None, ge=0, le=10**9
     )
@@ -81,6 +87,9 @@ class DataConfig(Section):
     """Pack samples into sequences of seq_length tokens; they do not attend to each other."""
     packing_buffer_size: Annotated[Size, Needs("data.packing")] = 64
     """Number of samples from which each stream selects those that fill a pack best."""
+    max_waiting_bytes: Annotated[int, Needs("data.packing")] = Field(4 << 30, ge=0)
+    """Bytes per node for samples that were read and wait for their pack, divided over its loader processes. Others are
+    read again when their pack is built."""
     max_media_tokens: Size | None = None
     """Maximum number of patches of the pictures and frames (of sound: 20 ms frames) in a pack (without packing: in a
     sample), so that no rank's tower gets more than fits into memory; a sample with more than that is too long

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ryml
-from megatron.energon import Cooker, CrudeSample, SavableDataset, SourceInfo, WorkerConfig, load_dataset
-from megatron.energon.cache import NoCachePool
+from megatron.energon import CrudeSample, WorkerConfig, load_dataset
 from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.metadataset.loader_interface import LoadedDataset
+from megatron.energon.wrappers.map_dataset import MapDataset
 
-from llava_mcore.compat.energon.jsonl import skip_nested_lines
 from llava_mcore.compat.energon.memory import forget_read_members
 from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_code
-from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
+from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat
+from llava_mcore.data.samples import ChatSample
 from llava_mcore.data.storage.blend import SPLIT
 from llava_mcore.data.storage.dataset_path import MANIFEST, refuse_endless
 from llava_mcore.data.storage.remote import locate
@@ -29,7 +31,7 @@ from llava_mcore.data.storage.tar_files import OPEN_SHARDS
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import read_object
 
-ErrorHandler = Callable[[Exception, Any, list[SourceInfo] | None], None]
+DECODER = TextDecoder()
 
 OPEN_ERRORS = (
     AssertionError,
@@ -68,10 +70,13 @@ class Dataset:
     """Its weight in a blend, or repetitions per epoch; empty if the blend does not say."""
     repeats: float | None
     """Repetitions of its samples in an epoch of the blend; None if the blend draws by weight and has no epochs."""
-    source: SavableDataset[Any]
+    weight: float
+    """Its samples among those of all datasets of the path; the weights need not add up to 1."""
+    subflavors: Mapping[str, Any]
+    """What the blend says about it, for our own keys."""
+    source: MapDataset[Any, Any]
     cook: Callable[[Any], Any]
     """Converts a raw sample, as training does before tokenizing."""
-    workers: WorkerConfig
     firsts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,37 +91,44 @@ class Dataset:
         """Return the shard of a sample."""
         return self.shards[bisect_right(self.firsts, index) - 1]
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context in which energon's steps can run, which need a loader process."""
-        self.workers.worker_activate(0, cache_pool=NoCachePool())
+    def raw(self, index: int) -> RawSampleData | None:
+        """Return the parts of a sample as they are in its shard; None if split.yaml excludes it.
+
+        Args:
+            index: number of the sample in the dataset; a part of a dataset in a blend begins at shards[0].first.
+
+        Raises:
+            DATA_ERRORS, DataError: the sample is damaged, or its shard cannot be read.
+        """
+        parts = self.source.dataset._get_sample(index)
+        return None if any(part is None for part in parts.data) else parts
+
+    def decode(self, parts: RawSampleData) -> Any:
+        """Return a sample of energon's types, with its texts decoded; DATA_ERRORS or DataError if it is broken."""
         try:
-            yield
-        finally:
-            self.workers.worker_deactivate()
+            return self.source.map_fn(parts)
+        except RecursionError as error:
+            raise DataError(f"its json is nested too deeply: {error}") from error
 
-    def read(self, index: int) -> Any:
-        """Read one sample and decode its parts; errors of decoding go to the error handler."""
-        return self.source.restore_sample((type(self.source).__name__, 0, "Webdataset", index))
+    def chat(self, decoded: Any) -> ChatSample:
+        """Return the conversations of a decoded sample, with media still encoded. Errors as of `decode`."""
+        return chat_from_standard(self.cook(decoded))
 
 
-def open_datasets(
-    path: Path | str, encoder: ChatTaskEncoder, on_error: ErrorHandler, *, split: str = SPLIT
-) -> list[Dataset]:
+def open_datasets(path: Path | str, *, max_sample_bytes: int, split: str = SPLIT) -> list[Dataset]:
     """Open every dataset of a prepared folder or a blend.
 
     Args:
+        max_sample_bytes: a larger sample is not read.
         split: the part of the data.
-        on_error: called with errors of decoding a sample's parts; must raise.
 
     Raises:
         DataError: energon cannot open them.
     """
-    workers = WorkerConfig(rank=0, world_size=1, num_workers=0, restore_error_handler=on_error)
     OPEN_SHARDS.close_all()
     forget_read_members()
     with _opening(path):
-        return [_open(one, encoder, workers) for one in _listed(path, split, workers, decoder=encoder.decoder)]
+        return [_open(one, max_sample_bytes) for one in _listed(path, split)]
 
 
 def samples_per_epoch(path: Path | str) -> int:
@@ -126,7 +138,7 @@ def samples_per_epoch(path: Path | str) -> int:
         DataError: energon cannot open it; or it has no passes, or they cannot be counted without reading everything.
     """
     with _opening(path):
-        datasets = _listed(path, SPLIT, WorkerConfig(rank=0, world_size=1, num_workers=0))
+        datasets = _listed(path, SPLIT)
         if any(one.weight is not None for one in datasets):
             raise DataError(f"{path} is a blend by weights, which has no epochs: {NO_EPOCHS}")
         return round(sum(_count(one.dataset) * float(one.repetitions or 1) for one in datasets))
@@ -147,13 +159,15 @@ def _count(factory: Any) -> int:
     return sum(conversations[shard.name] for shard in shards)
 
 
-def _listed(path: Path | str, split: str, workers: WorkerConfig, **options: Any) -> list[LoadedDataset]:
+def _listed(path: Path | str, split: str) -> list[LoadedDataset]:
     """Return the datasets of a data path as energon finds them, not yet opened."""
     refuse_endless(path)
     refuse_named_code()
-    skip_nested_lines()
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
     location = path if isinstance(path, Path) else locate(path)
-    loaded = load_dataset(location).get_datasets(training=False, split_part=split, worker_config=workers, **options)
+    loaded = load_dataset(location).get_datasets(
+        training=False, split_part=split, worker_config=workers, decoder=DECODER
+    )
     return list(loaded.datasets)
 
 
@@ -169,22 +183,29 @@ def _opening(path: Path | str) -> Iterator[None]:
         raise DataError(f"{path} cannot be opened, see its .nv-meta/dataset.yaml: {error!r}") from error
 
 
-def _open(loaded: LoadedDataset, encoder: ChatTaskEncoder, workers: WorkerConfig) -> Dataset:
+def _open(loaded: LoadedDataset, max_sample_bytes: int) -> Dataset:
     factory = loaded.dataset
     cook: Callable[[Any], Any] = _as_it_is
+    subflavors = factory.subflavors or {}
     if factory.__sample_type__ is CrudeSample:
-        cook = _Cook(encoder, _cooker(encoder, factory.subflavors or {}), loaded.aux or {})
+        unknown = sorted((loaded.aux or {}).keys() - {"images"})
+        if unknown:
+            raise DataError(f"{factory.path}: aux has {', '.join(unknown)}, but only images is read")
+        cook = functools.partial(cook_chat, **(loaded.aux or {}))
     source = factory.build()
-    read_shards_directly(source, encoder.data.max_sample_bytes)
+    read_shards_directly(source, max_sample_bytes)
     weight, repetitions = loaded.weight, loaded.repetitions
+    shards = _shards(factory)
+    num_samples = sum(shard.count for shard in shards)
     return Dataset(
         path=str(factory.path),
-        shards=_shards(factory),
+        shards=shards,
         share=f"{weight:.1%}" if weight is not None else f"x {repetitions:g}" if repetitions is not None else "",
         repeats=None if weight is not None else float(repetitions or 1),
+        weight=float(weight) if weight is not None else (1 if repetitions is None else repetitions) * num_samples,
+        subflavors=subflavors,
         source=source,
         cook=cook,
-        workers=workers,
     )
 
 
@@ -204,22 +225,5 @@ def _shards(factory: Any) -> tuple[DatasetShard, ...]:
     return tuple(shards)
 
 
-def _cooker(encoder: ChatTaskEncoder, subflavors: dict[str, Any]) -> Cooker[Any]:
-    for cooker in encoder.cookers:
-        if cooker.is_match(subflavors):
-            return cooker
-    raise DataError(f"no way to read samples with the subflavors {subflavors}")
-
-
 def _as_it_is(sample: Any) -> Any:
     return sample
-
-
-@dataclass(frozen=True)
-class _Cook:
-    encoder: ChatTaskEncoder
-    cooker: Cooker[Any]
-    aux: dict[str, Any]
-
-    def __call__(self, sample: Any) -> Any:
-        return self.encoder.cook_crude_sample(sample, cooker=self.cooker, aux=self.aux)

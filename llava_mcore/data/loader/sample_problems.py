@@ -17,12 +17,16 @@ from llava_mcore.data.samples import Batch, Skip
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import DEFAULT_FPS
 
+MEMORY_ADVICE = (
+    "if memory ran out, lower data.num_workers, data.max_waiting_bytes or data.packing_buffer_size, or let large "
+    "pictures be skipped (data.max_picture_pixels)"
+)
 DATA_ERRORS = (OSError, ValueError, KeyError, RecursionError, tarfile.TarError)
 """Errors that energon and its libraries raise for bad data. Anything else is a bug."""
 
 
 class Skips:
-    """Energon's error handler of one stream of samples: collects the samples skipped since the last batch."""
+    """The samples of one rank or loader process that were skipped since the last batch."""
 
     def __init__(self, *, stop_if_too_long: bool) -> None:
         """stop_if_too_long: a conversation that does not fit ends the run instead of being skipped."""
@@ -30,14 +34,12 @@ class Skips:
         self._collected: list[Skip] = []
 
     def __call__(self, error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-        """Record a sample that a step of energon failed on, or raise if the run has to end.
+        """Record a sample that a step failed on, or raise if the run has to end.
 
         Args:
             sample: the input of the failing step: raw parts, a sample, or a list of samples.
         """
-        if isinstance(sample, RawSampleData):
-            sources = [s for part in sample.data if part is not None for s in part["__sources__"]]
-        skip = Skip(origin_of(sources or []), reason_of(error))
+        skip = Skip(origin_of(sources_of(sample, sources or [])), reason_of(error))
         if not isinstance(error, (*DATA_ERRORS, DataError)) and not isinstance(error.__cause__, DATA_ERRORS):
             raise DataError(str(skip)) from error
         if self.stop_if_too_long and isinstance(error, TooLongError):
@@ -54,10 +56,11 @@ class Skips:
         return collected
 
 
-def raise_data_error(error: Exception, sample: Any, sources: list[SourceInfo] | None) -> None:
-    """Energon's error handler if no sample may be skipped: raise DataError with the sample's location and the
-    reason."""
-    raise DataError(str(Skip(origin_of(sources or []), reason_of(error)))) from error
+def sources_of(sample: Any, sources: list[SourceInfo]) -> list[SourceInfo]:
+    """Return the sources of raw parts; those that are given for anything else."""
+    if isinstance(sample, RawSampleData):
+        return [source for part in sample.data if part is not None for source in part["__sources__"]]
+    return sources
 
 
 def reason_of(error: Exception) -> str:

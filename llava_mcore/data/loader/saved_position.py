@@ -1,27 +1,24 @@
-"""A saved position in the data: the settings that it belongs to, and energon's state as plain containers.
+"""A saved position in the data: the settings that it belongs to, and where the streams were.
 
-Checkpoints need no pickles of energon's classes: the state is a tree of its dataclasses and dicts, whose leaves are
-numbers, strings, bytes (energon's generators), tensors and arrays (the global generators), and the ids of the samples
-in the shuffle buffer. It has no sample data.
+It is plain containers of numbers and strings, so checkpoints need no pickles, and has no sample data.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from megatron.energon.flavors.webdataset.sample_loader import SliceState
-from megatron.energon.rng import SystemRngState
-from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
-from megatron.energon.state import FlexState
-
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.storage.dataset_path import fingerprint, nested_fingerprint
+from llava_mcore.errors import DataError
+
+FORMAT = 4
+EARLIER_FORMATS = (1, 2, 3)
+"""Positions in an order of samples that no longer exists."""
 
 MICRO_BATCH = "training.micro_batch_size"
 NUM_STREAMS = "data.num_streams"
@@ -108,50 +105,44 @@ def _said(value: Any) -> Any:
     return "none" if value is None else value
 
 
-KIND = "__kind__"
-RECORDS: dict[str, Any] = {
-    record.__name__: record
-    for record in (
-        SavableDataLoaderState,
-        SavableDatasetCheckpoint,
-        SavableDatasetState,
-        SystemRngState,
-        SliceState,
-    )
-}
+@dataclass(frozen=True)
+class SavedStreams:
+    """Where the streams of a saved run are."""
+
+    positions: dict[int, dict[str, Any]]
+    num_batches: dict[int, int]
+    """Batches that each stream has returned to all ranks."""
+
+    @classmethod
+    def of(cls, states: Sequence[dict[str, Any]]) -> SavedStreams:
+        """Return what the states of several ranks say together. Of a shared stream, the latest position counts."""
+        positions: dict[int, dict[str, Any]] = {}
+        num_batches: dict[int, int] = {}
+        for state in states:
+            for index, count in state["num_batches"].items():
+                num_batches[index] = max(count, num_batches.get(index, 0))
+            for index, position in state["streams"].items():
+                before = positions.get(index)
+                if position is not None and (before is None or position["num_batches"] > before["num_batches"]):
+                    positions[index] = position
+        return cls(positions, num_batches)
+
+    def scaled(self, times: int) -> SavedStreams:
+        """Return the same for micro-batches that are smaller by a factor of `times`."""
+        positions = {n: x | {"num_batches": x["num_batches"] * times} for n, x in self.positions.items()}
+        return SavedStreams(positions, {n: count * times for n, count in self.num_batches.items()})
 
 
-def to_plain(value: Any) -> Any:
-    """Return value as dicts, lists, tuples, numbers, strings, bytes and tensors, which `torch.load` reads safely.
-
-    Raises TypeError for an unknown class.
-    """
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, np.ndarray):
-        return {KIND: "ndarray", "dtype": str(value.dtype), "data": torch.from_numpy(value.astype(np.int64))}
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_plain(item) for item in value)
-    if isinstance(value, dict):
-        fields = {key: to_plain(item) for key, item in value.items()}
-        return {KIND: "FlexState", "fields": fields} if isinstance(value, FlexState) else fields
-    name = type(value).__name__
-    if not dataclasses.is_dataclass(value) or RECORDS.get(name) is not type(value):
-        raise TypeError(f"a loader state holds a {type(value)!r}, which cannot be saved")
-    return {KIND: name, "fields": {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}}
-
-
-def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`. Raises KeyError or TypeError for invalid input."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(from_plain(item) for item in value)
-    if not isinstance(value, dict):
-        return value
-    if KIND not in value:
-        return {key: from_plain(item) for key, item in value.items()}
-    if value[KIND] == "ndarray":
-        return value["data"].numpy().astype(value["dtype"])
-    fields = {key: from_plain(item) for key, item in value["fields"].items()}
-    return FlexState(fields) if value[KIND] == "FlexState" else RECORDS[value[KIND]](**fields)
+def settings_of(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings of a saved position. DataError if this version cannot read it."""
+    version = saved[0].get("format") if saved and isinstance(saved[0], dict) else None
+    if version in EARLIER_FORMATS:
+        raise DataError(
+            f"the position in the data was saved by an earlier version (format {version}), which read the samples in "
+            "another order, so this run cannot continue in it. Start a run with another --name from its weights "
+            "(--megatron-load-dir), or continue with the version that it was started with"
+        )
+    if version != FORMAT:
+        raise DataError(f"this is not a position in the data that this version can read (expected format {FORMAT})")
+    settings: dict[str, Any] = saved[0]["settings"]
+    return settings

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from llava_mcore.compat.torch import end_loader_processes
 from llava_mcore.data.loader.loader_process import leave_out_of_collections, loader_process_init
+from llava_mcore.data.loader.sample_problems import MEMORY_ADVICE
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.remote import storage_message
 from llava_mcore.errors import DataError
@@ -95,10 +96,6 @@ def _opened(index: int) -> PixelBuffers:
     return _OPEN[index]
 
 
-MEMORY_ADVICE = (
-    "if memory ran out, lower data.num_workers, data.shuffle_buffer_size or data.packing_buffer_size, or let large "
-    "pictures be skipped (data.max_picture_pixels)"
-)
 MIN_PREFETCH = 2
 """Minimum number of deliveries that a loader process prepares in advance."""
 WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback")
@@ -106,7 +103,7 @@ WORKER_ERROR = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOrigi
 
 @dataclass
 class Delivery:
-    """A batch of a stream and, for some batches, the stream's position after it as plain containers."""
+    """A batch of a stream, and the stream's position after it as plain containers (None in validation)."""
 
     stream: int
     batch: Batch

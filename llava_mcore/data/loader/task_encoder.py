@@ -1,32 +1,19 @@
-"""Connects energon to the functions of this package."""
+"""The steps from a conversation to a micro-batch, with the settings of a run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
-from megatron.energon import (
-    Cooker,
-    LimitDataset,
-    Sample,
-    SavableDataset,
-    SkipSample,
-    TaskEncoder,
-    WorkerConfig,
-    stateless,
-)
+from megatron.energon import SkipSample
 
-from llava_mcore.compat.energon.passes import pass_of
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.augment import Augmentation, ImageKey
-from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat, with_prompt
+from llava_mcore.data.encode.augment import Augmentation
+from llava_mcore.data.encode.conversation import with_prompt
 from llava_mcore.data.encode.encode import TooLongError, fit, tokenize
 from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
 from llava_mcore.data.loader.collate import collate
-from llava_mcore.data.loader.packing import PackingDataset
 from llava_mcore.data.loader.sample_problems import Skips
 from llava_mcore.data.samples import (
     Batch,
@@ -39,15 +26,11 @@ from llava_mcore.data.samples import (
 from llava_mcore.errors import DataError
 
 
-class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
-    """Tokenizes samples, packs them if configured, decodes pictures and builds batches.
+class ChatTaskEncoder:
+    """Tokenizes samples, decodes their media and builds batches.
 
-    Every step is stateless, so the position in the data can be restored exactly. Pictures are decoded last: the buffers
-    for shuffling and packing hold them encoded.
+    A step's result depends on its arguments alone, so samples may be read in any order and again.
     """
-
-    decoder = TextDecoder()
-    cookers = (Cooker(cook_chat),)
 
     def __init__(
         self,
@@ -57,7 +40,6 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         *,
         seed: int = 0,
         pad_multiple: int = 8,
-        most_samples: int | None = None,
         augmentation: Augmentation | None = None,
     ) -> None:
         """Store what the steps need.
@@ -65,22 +47,18 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         Args:
             seed: chooses a sample's prompt if its dataset has a pool of them, and the draws of the augmentation.
             pad_multiple: see `collate`.
-            most_samples: maximum samples to read from the stream, before packing; None: all.
-            augmentation: changes decoded pictures and frames. The stream has to count passes for it (`count_passes`).
+            augmentation: changes decoded pictures and frames.
         """
         self.augmentation = augmentation
-        self.most_samples = most_samples
         self.data = data
         self.seed = seed
         self.pad_multiple = pad_multiple
         self.assets = assets
         self.skips = skips
 
-    @stateless
-    def preencode_sample(self, sample: Sample) -> TokenSample:
+    def preencode_sample(self, chat: ChatSample) -> TokenSample:
         """Tokenize one sample. DataError if it is broken or does not fit."""
         # A pack that `prepare` has written has several conversations; each gets a key.
-        chat = chat_from_standard(sample)
         single = len(chat.conversations) == 1
         if not single and not self.data.packing:
             raise DataError("the sample was packed when it was written; train with --packing")
@@ -89,8 +67,6 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             self._fitted(tokenize(self.prompted(chat, conversation, key), self.assets, key))
             for key, conversation in zip(keys, chat.conversations, strict=True)
         ]
-        if self.augmentation is not None:
-            conversations = [self._augmented(self.augmentation, chat, conversation) for conversation in conversations]
         # Lengths are all that packing needs; media stay encoded until then.
         num_patches = sum(conversation.num_patches for conversation in conversations)
         tokens = TokenSample.derive_from(
@@ -120,21 +96,6 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             unit=self.assets.plan.unit,
         )
 
-    def _augmented(
-        self, augmentation: Augmentation, chat: ChatSample, conversation: TokenConversation
-    ) -> TokenConversation:
-        """Return the conversation with the draws of its pictures and videos fixed; they are decoded much later."""
-        dataset, pass_index = pass_of(chat.__subflavors__)
-        keys = [
-            ImageKey(self.seed, dataset, conversation.key, pass_index, index)
-            for index in range(len(conversation.media))
-        ]
-        media = [
-            replace(item, augment=partial(augmentation, key=key))
-            for item, key in zip(conversation.media, keys, strict=True)
-        ]
-        return replace(conversation, media=tuple(media))
-
     def prompted(self, chat: ChatSample, conversation: Conversation, key: str) -> Conversation:
         """Return the conversation with a question from its dataset's prompt pool, if that has one."""
         pool = (chat.__subflavors__ or {}).get(POOL_KEY)
@@ -143,7 +104,6 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
         prompt = choose_prompt(pool, self.assets.lang, key, self.seed)
         return replace(conversation, turns=with_prompt(conversation.turns, prompt))
 
-    @stateless
     def postencode_sample(self, sample: TokenSample) -> EncodedSample:
         """Decode the media. In a pack, conversations with a broken one are skipped. DataError if none remains."""
         media = [item for conversation in sample.conversations for item in conversation.media]
@@ -169,7 +129,6 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             raise SkipSample
         return EncodedSample.derive_from(sample, conversations=usable, pixel_values=torch.cat(pixels))
 
-    @stateless
     def batch(self, samples: list[EncodedSample]) -> Batch:
         """Make one micro-batch."""
         return collate(
@@ -181,35 +140,6 @@ class ChatTaskEncoder(TaskEncoder[Sample, EncodedSample, Batch, Batch]):
             pixel_scale=self.assets.images.pixel_scale,
             fields=self.assets.plan.fields,
             num_axes=self.assets.plan.num_axes,
-        )
-
-    def build_batch(
-        self,
-        dataset: SavableDataset[Any],
-        *,
-        batch_size: int | None,
-        batch_drop_last: bool = False,
-        packing_buffer_size: int | None = None,
-        worker_config: WorkerConfig,
-    ) -> SavableDataset[Any]:
-        """Insert packing between tokenizing and decoding (called by energon; packing_buffer_size is for its own
-        packing)."""
-        if self.most_samples is not None:
-            dataset = LimitDataset(dataset, self.most_samples, worker_config=worker_config)
-        if self.data.packing:
-            dataset = PackingDataset(
-                dataset,
-                buffer_size=self.data.packing_buffer_size,
-                capacity=self.data.seq_length,
-                most_patches=self.data.max_media_tokens,
-                worker_config=worker_config,
-            )
-        return super().build_batch(
-            dataset,
-            batch_size=batch_size,
-            batch_drop_last=batch_drop_last,
-            packing_buffer_size=packing_buffer_size,
-            worker_config=worker_config,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -14,39 +14,41 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
 from llava_mcore.data.encode.tokens import log_origin, warn_of_other_pixels
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
-from llava_mcore.data.loader.open_stream import check_streams, open_stream
+from llava_mcore.data.loader.datasets import open_datasets
+from llava_mcore.data.loader.open_streams import limit_line, mixture_of, open_reader, open_streams
 from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
-from llava_mcore.data.loader.saved_position import MICRO_BATCH, NUM_STREAMS, differences, settings_to_resume_with
+from llava_mcore.data.loader.saved_position import (
+    FORMAT,
+    MICRO_BATCH,
+    NUM_STREAMS,
+    SavedStreams,
+    differences,
+    settings_of,
+    settings_to_resume_with,
+)
 from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, PixelBuffers, reading
-from llava_mcore.data.loader.streams import (
-    Stream,
-    StreamServer,
+from llava_mcore.data.loader.stream import Stream, StreamServer
+from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
+from llava_mcore.data.loader.turns import (
     Turns,
     default_num_streams,
-    newest,
-    num_given,
-    position_at,
-    scaled,
     share,
     states_to_read,
     streams_of_rank,
     streams_to_count,
     warnings_of_ranks,
 )
-from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError, problems
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
-
 
 class TrainLoader:
     """Endless batches of one data-parallel rank, in an order fixed by seed, data, streams and micro-batch size.
 
-    All ranks together read the same for every number of ranks and loader processes (see `streams`).
+    All ranks together read the same for every number of ranks and loader processes (see `turns`).
 
     A broken sample is skipped and reported in `Batch.skipped`; all other failures raise DataError.
     """
@@ -86,7 +88,7 @@ class TrainLoader:
         self._timeout = data.timeout
         # A saved position brings the number of streams, and must belong to the same settings.
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
-        positions = self._restore_positions(saved, dp_rank, dp_size) if saved is not None else {}
+        saved_streams = self._saved_streams(saved, dp_rank, dp_size) if saved is not None else SavedStreams({}, {})
 
         # For `read_again`: the same loader, which reads in this process.
         self._open_again = partial(
@@ -98,28 +100,38 @@ class TrainLoader:
             dp_size=dp_size,
             seed=seed,
             pad_multiple=pad_multiple,
+            num_micro_batches=num_micro_batches,
         )
 
-        # Open this rank's streams, each at its position.
-        open_one = partial(_open_one, data, assets, augmentation, seed, pad_multiple)
+        # Open the datasets, and this rank's streams of them at their positions.
         with reading(self.path, self._timeout):
+            datasets = open_datasets(self.path, max_sample_bytes=data.max_sample_bytes)
             if self.num_streams is None:
-                num_samples = open_one(0, 1, 1).dataset.len_worker(0)
-                self._settings[NUM_STREAMS] = default_num_streams(num_samples, dp_size)
+                self._settings[NUM_STREAMS] = default_num_streams(sum(x.num_samples for x in datasets))
+            mixture = mixture_of(datasets, data, num_streams=self.num_streams, seed=seed)
+            skips = Skips(stop_if_too_long=data.on_too_long == "error")
+            encoder = ChatTaskEncoder(
+                data, assets, skips, seed=seed, pad_multiple=pad_multiple, augmentation=augmentation
+            )
             own_streams = streams_of_rank(self.num_streams, dp_rank, dp_size)
-            streams = {n: open_one(n, self.num_streams, micro_batch_size) for n in own_streams}
-            check_streams(streams, self.num_streams, leaves)
-            if dp_rank == 0:
-                log_origin(leaves, assets.chat.fingerprint)
-                warn_of_other_pixels(leaves, assets.pixel_ranges)
-                for warning in _warnings(data, assets, augmentation, self.num_streams, dp_size):
-                    logger.warning(warning)
-            counted = streams_to_count(self.num_streams, dp_rank, dp_size)
-            num_batches = self._restore(streams, positions, counted)
-        self._positions = {n: positions.get(n) for n in own_streams}
-        # Other ranks take batches of the same streams, if these cannot be divided evenly.
+            reader = open_reader(data, datasets, encoder)
+            sizes = {"batch_size": micro_batch_size, "batches_per_iteration": num_micro_batches * dp_size}
+            streams = open_streams(own_streams, mixture, data, reader, **sizes)
+            self._restore(streams, saved_streams.positions)
+        if dp_rank == 0:
+            log_origin(leaves, assets.chat.fingerprint)
+            warn_of_other_pixels(leaves, assets.pixel_ranges)
+            if (line := limit_line(data)) is not None:
+                logger.info(line)
+            for warning in _warnings(data, assets, augmentation, self.num_streams, dp_size):
+                logger.warning(warning)
+
+        # Divide the streams over loader processes. Other ranks take batches of the same streams, if these cannot be
+        # divided evenly.
+        counted = streams_to_count(self.num_streams, dp_rank, dp_size)
         shared = () if self.num_streams % dp_size == 0 else (dp_rank, dp_size)
-        turns = partial(Turns, num_batches, *shared)
+        turns = partial(Turns, {n: saved_streams.num_batches.get(n, 0) for n in counted}, *shared)
+        self._positions = {n: saved_streams.positions.get(n) for n in own_streams}
         self._turns = turns()
         # Loader processes are forked at the first batch, with the open streams.
         buffer_bytes = micro_batch_size * _most_bytes(data, assets)
@@ -150,7 +162,7 @@ class TrainLoader:
             self.close()
             raise
         assert delivery.stream == stream
-        self._positions[stream] = delivery.position or self._positions[stream]
+        self._positions[stream] = delivery.position
         self._warnings.look_at(delivery.batch)
         return delivery.batch
 
@@ -159,9 +171,12 @@ class TrainLoader:
 
         `torch.save` it, one for each data-parallel rank; `torch.load(…, weights_only=True)` reads it.
         """
-        counts = self._turns.num_batches
-        streams = {n: position_at(self._positions.get(n), count) for n, count in counts.items()}
-        return {"format": FORMAT, "settings": self._settings, "streams": streams}
+        return {
+            "format": FORMAT,
+            "settings": self._settings,
+            "streams": dict(self._positions),
+            "num_batches": dict(self._turns.num_batches),
+        }
 
     def read_again(self, state: dict[str, Any], count: int) -> list[Batch]:
         """Return the micro-batches that followed an earlier state of this loader, which this process reads alone.
@@ -182,16 +197,12 @@ class TrainLoader:
             source.close()
         self._sources = {}
 
-    def _restore_positions(
-        self, saved: Sequence[dict[str, Any]], dp_rank: int, dp_size: int
-    ) -> dict[int, dict[str, Any] | None]:
-        """Return the positions of the streams that this rank counts, and keep the saved run's number of streams.
+    def _saved_streams(self, saved: Sequence[dict[str, Any]], dp_rank: int, dp_size: int) -> SavedStreams:
+        """Return where the streams are that this rank serves and counts, and keep the saved number of streams.
 
         Raises DataError that lists every setting that differs from the saved one.
         """
-        if not saved or not isinstance(saved[0], dict) or saved[0].get("format") != FORMAT:
-            raise DataError(f"this is not a position in the data that this version can read (expected format {FORMAT})")
-        before = saved[0]["settings"]
+        before = settings_of(saved)
         if self.num_streams is None:
             self._settings[NUM_STREAMS] = before[NUM_STREAMS]
         mismatches = differences(before, self._settings)
@@ -201,46 +212,22 @@ class TrainLoader:
             raise DataError(
                 problems(f"the saved position does not belong to this loader of {self.path}; {advice}", mismatches)
             )
-        times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
         chosen = states_to_read(len(saved), self.num_streams, dp_rank, dp_size)
-        states = [saved[index] for index in chosen]
-        positions = newest([{n: scaled(place, times) for n, place in state["streams"].items()} for state in states])
-        missing = [n for n in streams_to_count(self.num_streams, dp_rank, dp_size) if n not in positions]
+        result = SavedStreams.of([saved[index] for index in chosen])
+        missing = [n for n in streams_to_count(self.num_streams, dp_rank, dp_size) if n not in result.num_batches]
         if missing:
             raise DataError(f"the saved position in {self.path} is incomplete: streams {missing} are missing")
-        return positions
+        times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
+        return result.scaled(times)
 
-    def _restore(
-        self,
-        streams: dict[int, Stream],
-        positions: dict[int, dict[str, Any] | None],
-        counted: Iterable[int],
-    ) -> dict[int, int]:
-        """Set this rank's streams to their positions, and return how many batches each of `counted` has returned."""
+    def _restore(self, streams: dict[int, Stream], positions: dict[int, dict[str, Any]]) -> None:
+        """Set this rank's streams to their positions; one without has not returned a batch yet."""
         try:
             for index, stream in streams.items():
-                position = positions.get(index)
-                if position is not None:  # else it had not returned a batch yet
-                    stream.restore(position)
-            return {index: num_given(positions.get(index)) for index in counted}
-        except (KeyError, TypeError, AttributeError, AssertionError) as error:
+                if index in positions:
+                    stream.restore(positions[index])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
-
-
-def _open_one(
-    data: DataConfig,
-    assets: Assets,
-    augmentation: Augmentation | None,
-    seed: int,
-    pad_multiple: int,
-    stream: int,
-    num_streams: int,
-    batch_size: int,
-) -> Stream:
-    """Open one of the streams that the data is divided into."""
-    skips = Skips(stop_if_too_long=data.on_too_long == "error")
-    encoder = ChatTaskEncoder(data, assets, skips, seed=seed, pad_multiple=pad_multiple, augmentation=augmentation)
-    return open_stream(stream, num_streams, data, encoder, batch_size)
 
 
 def _warnings(

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Self
 
 from torch.utils.data import IterableDataset
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.loader.open_stream import open_stream
+from llava_mcore.data.loader.datasets import open_datasets
+from llava_mcore.data.loader.open_streams import ListedSamples, open_reader, packing_of
 from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
 from llava_mcore.data.loader.source import BatchSource, Delivery, reading
-from llava_mcore.data.loader.streams import LEAST_SAMPLES, Stream, share
+from llava_mcore.data.loader.stream import Stream
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
+from llava_mcore.data.loader.turns import share
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
 from llava_mcore.errors import DataError
 
 MOST_STREAMS = 64
 """Number of streams, independent of the number of ranks; more ranks than that would have nothing to read."""
+LEAST_SAMPLES = 8
+"""Minimum samples of a stream, so that its packs are full."""
 
 
 class ValidationData:
@@ -52,44 +56,48 @@ class ValidationData:
         self._data, self._assets, self._seed, self._pad_multiple = data, assets, seed, pad_multiple
         self._micro_batch_size = micro_batch_size
         with reading(data.path, data.timeout):
-            # Energon knows the number of samples only of an opened dataset: first as one stream, then as divided.
-            lengths = self._lengths(1)
-            if not lengths[0]:
-                raise DataError(f"the validation part of {data.path} has no samples")
-            num_streams = max(1, min(MOST_STREAMS, lengths[0] // LEAST_SAMPLES))
-            lengths = self._lengths(num_streams)
-        # Every stream gives its share of the samples to read.
-        num_samples = sum(lengths) if most_samples is None else most_samples
-        self._quotas = dict(enumerate(quotas(lengths, num_samples)))
+            self._datasets = open_datasets(data.path, max_sample_bytes=data.max_sample_bytes, split=VALIDATION)
+        total = sum(dataset.num_samples for dataset in self._datasets)
+        if not total:
+            raise DataError(f"the validation part of {data.path} has no samples")
+        self.num_samples = total if most_samples is None else min(total, most_samples)
+        """Samples of one pass over all ranks, including broken ones."""
+        self.parts = parts_of([(x.path, x.num_samples) for x in self._datasets], self.num_samples)
+        """Which of these samples belong to each dataset, by its path."""
         self._warnings = SampleWarnings(data.path, assets)
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of one pass over all ranks, including broken ones unless only a part is read."""
-        return sum(self._quotas.values())
+    def open(self, dp_rank: int, dp_size: int, part: int) -> ValidationPass:
+        """Start a pass over one of `parts`: the micro-batches of one data-parallel rank, always the same ones."""
+        indices = list(self.parts.values())[part]
+        num_streams = max(1, min(MOST_STREAMS, len(indices) // LEAST_SAMPLES))
+        streams = range(dp_rank, min(num_streams, len(indices)), dp_size)
+        open_one = partial(self._open_stream, indices, num_streams)
+        return ValidationPass(self._data, open_one, streams, self._seed, self._warnings)
 
-    def open(self, dp_rank: int, dp_size: int) -> ValidationPass:
-        """Start a pass: the micro-batches of one data-parallel rank, always the same ones."""
-        indices = [n for n, quota in self._quotas.items() if n % dp_size == dp_rank and quota]
-        return ValidationPass(self._data, self._open_stream, indices, self._seed, self._warnings)
+    def _open_stream(self, indices: range, num_streams: int, index: int) -> Stream:
+        skips = Skips(stop_if_too_long=self._data.on_too_long == "error")
+        encoder = ChatTaskEncoder(self._data, self._assets, skips, seed=self._seed, pad_multiple=self._pad_multiple)
+        reader = open_reader(self._data, self._datasets, encoder, endless=False)
+        order = ListedSamples(self._datasets, self.num_samples, indices[index::num_streams])
+        return Stream(order, reader, batch_size=self._micro_batch_size, packing=packing_of(self._data))
 
-    def _lengths(self, num_streams: int) -> list[int]:
-        """Return the number of samples of every stream; energon counts batches, so batches have one sample here."""
-        return [self._open(n, num_streams, None, batch_size=1).dataset.len_worker(0) for n in range(num_streams)]
 
-    def _open_stream(self, index: int) -> Stream:
-        return self._open(index, len(self._quotas), self._quotas[index], batch_size=self._micro_batch_size)
+def parts_of(datasets: Sequence[tuple[str, int]], num_chosen: int) -> dict[str, range]:
+    """Return which of the chosen samples belong to each dataset; one without any is left out.
 
-    def _open(self, index: int, num_streams: int, most_samples: int | None, *, batch_size: int) -> Stream:
-        encoder = ChatTaskEncoder(
-            self._data,
-            self._assets,
-            Skips(stop_if_too_long=self._data.on_too_long == "error"),
-            seed=self._seed,
-            pad_multiple=self._pad_multiple,
-            most_samples=most_samples,
-        )
-        return open_stream(index, num_streams, self._data, encoder, batch_size, validation=True)
+    Args:
+        datasets: path and number of samples; one that is listed twice is two datasets.
+        num_chosen: samples that are spread evenly over all of them: number i is sample i * total // num_chosen.
+    """
+    total, first = sum(size for _, size in datasets), 0
+    parts: dict[str, range] = {}
+    for path, size in datasets:
+        start, stop = (-(-bound * num_chosen // total) for bound in (first, first + size))
+        if start < stop:
+            name = path if path not in parts else f"{path} ({sum(x.startswith(path) for x in parts) + 1})"
+            parts[name] = range(start, stop)
+        first += size
+    return parts
 
 
 class ValidationPass:
@@ -158,17 +166,3 @@ class _Server(IterableDataset[Delivery]):
                     batch.skipped += stream.take_skips()  # what was skipped after the last sample
                 yield Delivery(index, batch, None)
                 batch = following
-
-
-def quotas(lengths: Sequence[int], total: int) -> list[int]:
-    """Divide `total` samples over streams of these lengths as evenly as possible; all samples if there are fewer."""
-
-    def filled_to(level: int) -> int:
-        return sum(min(length, level) for length in lengths)
-
-    level = bisect.bisect_right(range(max(lengths) + 1), total, key=filled_to) - 1
-    shares = [min(length, level) for length in lengths]
-    longer = [n for n, length in enumerate(lengths) if length > level]
-    for n in longer[: total - sum(shares)]:
-        shares[n] += 1
-    return shares

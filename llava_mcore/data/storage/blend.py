@@ -31,6 +31,8 @@ BLEND_ERRORS = (
     ryml.ExceptionBasic,
 )
 """Errors that energon raises for a blend: it parses with ryml and checks with assertions and look-ups."""
+WEIGHTED = ("blend", "datasets")
+"""Keys of a list of datasets with weights, in the second and the first version of the format."""
 NO_DATASETS = ("aux", "subflavors")
 """Keys of a blend's entry whose values may have a `path` that is not a dataset of the blend."""
 
@@ -56,7 +58,7 @@ def read_blend(file: EPath, split: str) -> tuple[list[EPath], list[Leaf]]:
     """Return every YAML file that is opened for a split of a blend, the blend's own first, and its datasets.
 
     Raises:
-        DataError: energon cannot read the blend, or it has no such split.
+        DataError: energon cannot read the blend, it has no such split, or its weights cannot be used.
     """
     refuse_named_code()
     try:
@@ -77,13 +79,24 @@ def _leaves(file: EPath, split: str, files: list[EPath]) -> Iterator[Leaf]:
     """Yield the datasets of one YAML file and of those that it refers to; add these to `files`."""
     if file not in files:
         files.append(file)
-    for entry in _entries(load_yaml(file.read_bytes())["splits"][split]):
+    section = load_yaml(file.read_bytes())["splits"][split]
+    _check_weights(file, section)
+    for entry in _entries(section):
         path, part = file.parent / entry["path"], entry.get("split_part") or split
         if path.is_file() and path.name.endswith(".yaml"):
             yield from _leaves(path, part, files)
         else:
             names = {"split_file": entry.get("split_config"), "dataset_file": entry.get("dataset_config")}
             yield Leaf(path, part, **{field: name for field, name in names.items() if name})
+
+
+def _check_weights(file: EPath, section: Any) -> None:
+    """Raise DataError if a weight is negative or not finite, or all are 0; energon would divide by their sum."""
+    listed = [section.get(key) for key in WEIGHTED] if isinstance(section, dict) else []
+    weights = [entry.get("weight", 1) for entries in listed for entry in entries or ()]
+    if weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)):
+        values = ", ".join(f"{weight:g}" for weight in weights)
+        raise DataError(f"{file}: weights must be finite, at least 0, and not all 0, found {values}")
 
 
 def _entries(value: Any) -> Iterator[dict[str, Any]]:

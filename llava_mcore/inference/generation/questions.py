@@ -6,11 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.energon import SkipSample, SourceInfo
-
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.conversation import chat_from_standard
 from llava_mcore.data.encode.marks import count_marks, unescape
 from llava_mcore.data.loader.datasets import open_datasets
 from llava_mcore.data.loader.sample_problems import DATA_ERRORS, Skips
@@ -70,7 +67,7 @@ class Questions:
         data = DataConfig(path=path, max_sample_bytes=assets.limits.sample_bytes)
         self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=seed)
         with reading(path, data.timeout):
-            self._datasets = open_datasets(path, self._encoder, self._on_decode_error, split=split)
+            self._datasets = open_datasets(path, max_sample_bytes=data.max_sample_bytes, split=split)
         # The chosen samples do not depend on the seed: they are spread evenly over all datasets.
         total = sum(data.num_samples for data in self._datasets)
         if not total:
@@ -99,10 +96,10 @@ class Questions:
         inside = data.shards[0].first + index - first
         shard = data.shard_of(inside)
         try:
-            with data.reading():
-                chat = chat_from_standard(data.cook(data.read(inside)))
-        except SkipSample:
-            return list(self._skips.take())
+            parts = data.raw(inside)
+            if parts is None:  # split.yaml excludes it
+                return []
+            chat = data.chat(data.decode(parts))
         except (*DATA_ERRORS, DataError) as error:
             return [Skip(f"{data.path}: shard {shard.name}, sample number {inside - shard.first}", str(error))]
         single = len(chat.conversations) == 1
@@ -129,11 +126,6 @@ class Questions:
             )
             for which, index in chosen
         ]
-
-    def _on_decode_error(self, error: Exception, sample: object, sources: list[SourceInfo] | None) -> None:
-        """Energon's error handler: record the sample as training does."""
-        self._skips(error, sample, sources)
-        raise SkipSample from error
 
 
 def before_answer(conversation: Conversation, index: int) -> Conversation:

@@ -22,7 +22,7 @@ def data(*counts: int) -> Dataset:
     """A dataset whose shards have so many samples."""
     firsts = np.cumsum([0, *counts]).tolist()
     shards = tuple(DatasetShard(f"{i}.tar", firsts[i], count) for i, count in enumerate(counts))
-    return Dataset("d", shards, "", 1.0, source=Mock(), cook=Mock(), workers=Mock())
+    return Dataset("d", shards, "", 1.0, weight=1.0, subflavors={}, source=Mock(), cook=Mock())
 
 
 SHARDS = st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=40), min_size=1, max_size=4)

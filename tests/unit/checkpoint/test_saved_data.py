@@ -14,7 +14,7 @@ from llava_mcore.checkpoint.dist import StateWrite, load_state
 from llava_mcore.checkpoint.node_local import _on_host
 from llava_mcore.checkpoint.sharded import convert_data, num_bytes
 from llava_mcore.config.load import load_run_config
-from llava_mcore.data.loader.streams import states_to_read, streams_of_rank
+from llava_mcore.data.loader.turns import states_to_read, streams_of_rank
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.training.saving.pending import steps_before_allocation
 from llava_mcore.training.saving.state import LOADER_FOLDER, SavedLoaderStates, loader_file

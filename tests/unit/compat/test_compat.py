@@ -33,10 +33,8 @@ from llava_mcore.compat import (
     megatron_layers,
     megatron_optimizer,
 )
-from llava_mcore.compat.energon import index_rows, named_code, passes, storage_clients
-from llava_mcore.compat.energon import jsonl as energon_jsonl
+from llava_mcore.compat.energon import index_rows, named_code, storage_clients
 from llava_mcore.compat.energon import memory as energon_memory
-from llava_mcore.compat.energon import repeat as energon_repeat
 from llava_mcore.compat.megatron_checkpoints import FACTORY_OPTIONS, LoadStrategy
 from llava_mcore.compat.megatron_gradients import gradient_ranges
 from llava_mcore.compat.required import replace_name, required
@@ -93,10 +91,8 @@ class Changed:
 @pytest.mark.parametrize(
     ("patch", "owner"),
     [
-        (energon_jsonl.skip_nested_lines, "DefaultCrudeJsonlDatasetFactory"),
         (energon_memory.forget_read_members, "ITarFile"),
         (named_code.refuse_named_code, "REPLACED"),
-        (functools.partial(passes.count_passes, None), "WorkerConfig"),
         (megatron_checkpoints.keep_write_results_here, "filesystem_async"),
         (storage_clients.remember_clients_at_forks.__wrapped__, "shortcuts"),
         (functools.partial(megatron_checkpoints.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),
@@ -116,12 +112,6 @@ def test_the_place_of_a_tensor_in_another_torch_is_noticed(monkeypatch: pytest.M
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem", Changed)
     with pytest.raises(AttributeError, match=r"Changed has no '_StorageInfo'"):
         storage_info("a", 0, 1)
-
-
-def test_repetitions_notice_another_energon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energon_repeat, "RepeatDataset", Changed)
-    with pytest.raises(AttributeError, match=r"Changed has no '__iter__'"):
-        energon_repeat.repeat_parts_exactly()
 
 
 @pytest.mark.parametrize("name", ["_lazy_call", "current_device", "default_generators", "manual_seed"])

@@ -158,7 +158,7 @@ def test_validation_is_never_augmented(assets: Assets, tmp_path: Path) -> None:
 
     def read(*entries: dict[str, Any]) -> list[Batch]:
         data = DataConfig.model_validate({"path": tmp_path, "seq_length": 64, "num_workers": 0, "augment": entries})
-        return list(ValidationData(data, assets, micro_batch_size=2, seed=5).open(0, 1))
+        return list(ValidationData(data, assets, micro_batch_size=2, seed=5).open(0, 1, 0))
 
     assert_equal(read(*JITTER), read())
 

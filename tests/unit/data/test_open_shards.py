@@ -46,7 +46,7 @@ def test_a_blend_keeps_to_what_the_process_may_open(tmp_path: Path, monkeypatch:
     blend.write_text(BLEND % ", ".join(f"{{weight: 1, path: ./{name}}}" for name in ("a", "b")))
     monkeypatch.setattr(tar_files, "allowed_files", lambda: 80)
     monkeypatch.setattr("llava_mcore.data.storage.shard_reader.OPEN_SHARDS", OpenShards())
-    data = DataConfig(path=blend, num_workers=0, seq_length=64, shuffle_buffer_size=8, num_streams=8)
+    data = DataConfig(path=blend, num_workers=0, seq_length=64, shuffle_buffer_size=10_000, num_streams=8)
     loader = TrainLoader(data, load_assets(tmp_path / "hf"), micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
     most = 0
     for _ in range(120):

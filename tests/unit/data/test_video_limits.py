@@ -175,7 +175,7 @@ def test_validation_warns_once(
     data = DataConfig(path=tmp_path / "blend.yaml", num_workers=0, seq_length=512)
     part = ValidationData(data, load_assets_once(folders[name]), micro_batch_size=1, seed=1)
     with caplog.at_level(logging.WARNING):
-        passes = [len(list(part.open(0, 1))) for _ in range(2)]
+        passes = [len(list(part.open(0, 1, 0))) for _ in range(2)]
     assert passes[0] == passes[1] > 0
     assert warnings_about_fps(caplog) == times
 

@@ -84,7 +84,7 @@ def test_a_pack_keeps_to_the_budget_of_patches(dataset: Path, assets: Assets) ->
 
 
 def test_a_video_is_never_cut(dataset: Path, assets: Assets) -> None:
-    loader = open_loader(dataset, assets, seq_length=40, on_too_long="truncate", micro_batch_size=1, shuffle=0)
+    loader = open_loader(dataset, assets, seq_length=40, on_too_long="truncate", micro_batch_size=1)
     for batch in take(loader, 8):
         (tokens,) = assets.plan.video_tokens([VideoShape(2, 20, 30)])
         num_video = int((batch.input_ids == assets.plan.video_token_id).sum())

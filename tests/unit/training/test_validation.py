@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.loader.validation_data import ValidationData, quotas
+from llava_mcore.data.loader.validation_data import ValidationData, parts_of
 from llava_mcore.data.storage.dataset_path import check_dataset
 from llava_mcore.errors import DataError
 from llava_mcore.parallel.batch import fill_rows, without_loss
@@ -49,16 +48,15 @@ def keys(path: Path, assets: Assets, dp_size: int, most: int | None = None, **op
     """Return the sorted keys of the samples that all ranks read."""
     data = DataConfig(path=path, num_workers=0, seq_length=64, **options)
     part = ValidationData(data, assets, micro_batch_size=2, seed=1, most_samples=most)
-    return sorted(key for rank in range(dp_size) for batch in part.open(rank, dp_size) for key in batch.sample_keys)
+    passes = [part.open(rank, dp_size, number) for rank in range(dp_size) for number in range(len(part.parts))]
+    return sorted(key for one in passes for batch in one for key in batch.sample_keys)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 60))
-def test_quotas_are_even_and_never_more_than_there_is(lengths: list[int], wanted: int) -> None:
-    found = quotas(lengths, wanted)
-    assert sum(found) == min(wanted, sum(lengths))
-    assert all(quota <= length for quota, length in zip(found, lengths, strict=True))
-    unfilled = [quota for quota, length in zip(found, lengths, strict=True) if quota < length]
-    assert not unfilled or max(found) - min(unfilled) <= 1
+@pytest.mark.parametrize("most", [1, 7, 24, 25])
+def test_some_samples_are_spread_over_all(root: Path, assets: Assets, most: int) -> None:
+    """The validation part may be sorted, so that its beginning is of one kind."""
+    expected = sorted(f"{SAMPLES + i * SAMPLES // most:06d}" for i in range(most))
+    assert sorted(keys(root / "one", assets, 1, most)) == expected
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -77,11 +75,21 @@ def test_a_blend_has_its_own_validation_split(root: Path, assets: Assets) -> Non
     assert len(found) == 2 * SAMPLES, "each dataset once, whatever its weight"
 
 
+def test_each_dataset_of_a_blend_is_a_part(root: Path, assets: Assets) -> None:
+    data = DataConfig(path=root / "blend.yaml", num_workers=0, seq_length=64)
+    for most in (None, 20):
+        part = ValidationData(data, assets, micro_batch_size=2, seed=1, most_samples=most)
+        assert list(part.parts) == [str(root / "one"), str(root / "other")]
+        counts = [sum(len(batch.sample_keys) for batch in part.open(0, 1, number)) for number in (0, 1)]
+        assert counts == [(most or 2 * SAMPLES) / 2] * 2
+    assert parts_of([("a", 10), ("b", 1), ("a", 9)], 4) == {"a": range(0, 2), "b": range(2, 3), "a (2)": range(3, 4)}
+
+
 def test_loader_processes_change_nothing(root: Path, assets: Assets) -> None:
     data = DataConfig(path=root / "one", num_workers=2, seq_length=64)
     part = ValidationData(data, assets, micro_batch_size=2, seed=1)
     for _ in range(2):  # every pass is the same
-        found = sorted(key for batch in part.open(0, 1) for key in batch.sample_keys)
+        found = sorted(key for batch in part.open(0, 1, 0) for key in batch.sample_keys)
         assert found == keys(root / "one", assets, 1)
 
 
@@ -98,7 +106,7 @@ def test_without_a_validation_split(root: Path) -> None:
 
 def test_filled_and_blank_micro_batches_add_no_loss(root: Path, assets: Assets) -> None:
     data = DataConfig(path=root / "one", num_workers=0, seq_length=64)
-    batches = list(ValidationData(data, assets, micro_batch_size=2, seed=1).open(0, 1))
+    batches = list(ValidationData(data, assets, micro_batch_size=2, seed=1).open(0, 1, 0))
     short = next(batch for batch in batches if len(batch.input_ids) == 1)
     filled = fill_rows(short, 3)
     assert filled.input_ids.shape[0] == 3 and filled.loss_mask.sum() == short.loss_mask.sum() > 0
@@ -113,6 +121,9 @@ def test_results_go_into_their_own_file_and_the_plot(tmp_path: Path) -> None:
     result = ValidationResult(2, 1.5, 4.48, 10, 4, 1, 0.5)
     assert "loss 1.5000 | perplexity 4.480" in result.line() and "1 samples skipped" in result.line()
     assert result.values() == {"validation/loss": 1.5, "validation/perplexity": 4.48, "validation/seconds": 0.5}
+    blended = dataclasses.replace(result, losses={"/data/one": 1.25, "/data/two": 1.75})
+    assert "loss 1.5000 (one 1.2500, two 1.7500) |" in blended.line()
+    assert blended.values()["validation/loss/two"] == 1.75
     file = JsonLinesWriter(tmp_path / VALIDATION_FILE, keep_until=0)
     for iteration in (2, 4, 6):
         file.write(result.record() | {"iteration": iteration})

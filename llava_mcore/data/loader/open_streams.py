@@ -1,0 +1,122 @@
+"""Opens the data of a run: its datasets once, and streams that read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.loader.blend_shares import shares_of
+from llava_mcore.data.loader.datasets import Dataset
+from llava_mcore.data.loader.sample_reader import MOST_IN_A_ROW, SampleReader
+from llava_mcore.data.loader.stream import Packing, Stream
+from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
+from llava_mcore.data.order.mixture import Progress
+from llava_mcore.data.order.stream_order import ChosenSample, Mixture, StreamOrder
+
+
+def mixture_of(datasets: Sequence[Dataset], data: DataConfig, *, num_streams: int, seed: int) -> Mixture:
+    """Return how the datasets are mixed. DataError if a weight is not valid, or a dataset has no samples."""
+    shares = shares_of(datasets, data.blend_weights)
+    return Mixture.of(shares, window=data.shuffle_buffer_size, num_streams=num_streams, seed=seed)
+
+
+def kept_bytes(data: DataConfig) -> int:
+    """Return how many bytes of waiting samples each process may keep: its part of the limit of its node."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * max(1, data.num_workers)
+    return data.max_waiting_bytes // processes
+
+
+def limit_line(data: DataConfig) -> str | None:
+    """Return what the start of a run says about samples that wait for their pack; None without packing."""
+    if not data.packing:
+        return None
+    each = kept_bytes(data) / 2**20
+    return (
+        f"samples that wait for their pack take at most {data.max_waiting_bytes / 2**30:.1f} GiB of a node's memory "
+        f"(data.max_waiting_bytes), {each:,.0f} MiB in each process that reads; others are read again"
+    )
+
+
+def open_reader(
+    data: DataConfig, datasets: Sequence[Dataset], encoder: ChatTaskEncoder, *, endless: bool = True
+) -> SampleReader:
+    """Return a reader of samples.
+
+    Args:
+        endless: reading ends after too many samples in a row that cannot be used; otherwise the data ends anyway, and
+            the caller decides how many may be skipped.
+    """
+    return SampleReader(
+        datasets,
+        encoder,
+        name=str(data.path),
+        max_kept_bytes=kept_bytes(data),
+        most_in_a_row=MOST_IN_A_ROW if endless else None,
+    )
+
+
+def open_streams(
+    indices: Iterable[int],
+    mixture: Mixture,
+    data: DataConfig,
+    reader: SampleReader,
+    *,
+    batch_size: int,
+    batches_per_iteration: int,
+) -> dict[int, Stream]:
+    """Return some of the streams of endless data, by their numbers.
+
+    Args:
+        batch_size: rows of a micro-batch.
+        batches_per_iteration: micro-batches of a global batch, for weights that change over iterations.
+    """
+    common: dict[str, Any] = {"batch_size": batch_size, "packing": packing_of(data)}
+    per_round = mixture.num_streams / batches_per_iteration
+    streams = mixture.num_streams
+    return {
+        n: Stream(StreamOrder(mixture, n), reader, iterations_per_batch=per_round, num_streams=streams, **common)
+        for n in indices
+    }
+
+
+def packing_of(data: DataConfig) -> Packing | None:
+    """Return how a stream packs; None without packing."""
+    if not data.packing:
+        return None
+    return Packing(data.packing_buffer_size, data.seq_length, data.max_media_tokens)
+
+
+class ListedSamples:
+    """Some samples, each once."""
+
+    def __init__(self, datasets: Sequence[Dataset], num_chosen: int, indices: range) -> None:
+        """Start at the beginning.
+
+        Args:
+            num_chosen: samples that are spread evenly over all samples of all datasets.
+            indices: which of those.
+        """
+        self._sizes = [dataset.num_samples for dataset in datasets]
+        self._total = sum(self._sizes)
+        self._indices = iter(indices)
+        self._num_chosen = num_chosen
+
+    def next(self, progress: Progress) -> ChosenSample | None:
+        """Return the next sample; None at the end."""
+        chosen = next(self._indices, None)
+        if chosen is None:
+            return None
+        index = chosen * self._total // self._num_chosen
+        for dataset, size in enumerate(self._sizes):
+            if index < size:
+                return ChosenSample(dataset, 0, index)
+            index -= size
+        raise AssertionError("an index within the total is in one of the datasets")
+
+    def position(self) -> None:
+        """Validation always starts at the beginning."""
+
+    def restore(self, position: None) -> None:
+        """Do nothing: see `position`."""

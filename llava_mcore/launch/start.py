@@ -158,8 +158,8 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         job = read_job(os.environ)
         if job is not None and launch.nodes.rank == 0:
             print(describe(job), flush=True)
-        count = run.launch.num_gpus
-        print(f"starting {count} process{'es' if count > 1 else ''}: imports take most of this time", flush=True)
+        processes = "1 process" if run.launch.num_gpus == 1 else f"{run.launch.num_gpus} processes"
+        print(f"starting {processes}; imports take most of the time until the first iteration", flush=True)
         code = run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
         for line in last_lines(run, code, first_node=launch.nodes.rank == 0):
             print(line, flush=True)

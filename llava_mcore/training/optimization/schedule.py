@@ -86,7 +86,7 @@ def rate_change(before: RunConfig, run: RunConfig, scheduler: OptimizerParamSche
 
 
 def _how_to_keep(run: RunConfig, rates: dict[str, float]) -> str:
-    """Return the flags with which a run goes on at these rates: a constant schedule is the only one that can."""
+    """Return the flags with which a run continues at these rates: a constant schedule is the only one that can."""
     main = rates["language_model"]
     if main == 0:
         return "for lower ones, --lr"

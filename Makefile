@@ -14,12 +14,12 @@ INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 USUAL := 'not gpu and not cluster and not long'
 # Tests run several processes at once.
-test test-long test-newest test-cluster test-all: export OMP_NUM_THREADS ?= 1
+test test-long test-newest test-cluster test-all tests: export OMP_NUM_THREADS ?= 1
 # Many images set it; then each of some hundred processes would compile everything.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-gpu quickstart demo page docs test test-long test-newest test-cluster test-all lint format lock lock-newest clean
+.PHONY: help venv venv-gpu quickstart demo page docs test test-long test-newest test-cluster test-all tests lint format lock lock-newest clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -71,7 +71,9 @@ test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions 
 
 # In one run, so that usual and long tests of a file share what they compare with. The jobs that are killed and requeued
 # mostly wait: the tests of the newest versions run beside them.
-test-all: lint ## Run all tests that need no GPU: those of test, test-long, test-newest and test-cluster
+test-all: lint tests ## Run all tests that need no GPU: those of test, test-long, test-newest and test-cluster
+
+tests: .venv/.installed-dev ## The same without lint, which CI runs beside the docs
 	$(PYTHON) $(PYTEST) -m 'not gpu and not cluster' tests/e2e tests/parallel tests/unit
 	$(MAKE) --jobs=2 --output-sync test-newest test-cluster
 
@@ -126,9 +128,8 @@ $(GPU)/.installed: $(INPUTS) environments/cpu.lock.txt environments/gpu.lock.txt
 	scripts/setup_venv.sh gpu $(GPU)
 	touch $@
 
-$(PAGE)/.installed: environments/page.lock.txt .venv/.installed-quickstart
-	$(PYTHON) -m venv --clear $(PAGE)
-	$(PAGE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement environments/page.lock.txt
+$(PAGE)/.installed: environments/page.lock.txt scripts/setup_venv.sh
+	scripts/setup_venv.sh page $(PAGE) environments/page.lock.txt
 	touch $@
 
 $(DOCS)/.installed: environments/docs.lock.txt scripts/setup_venv.sh

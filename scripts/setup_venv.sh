@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make a virtual environment and install the project with tested versions: setup_venv.sh [EXTRA [FOLDER [LOCK]]]
 # FOLDER is .venv unless given, and LOCK environments/cpu.lock.txt; `none` as LOCK takes the newest of everything.
-# `docs` as EXTRA installs what LOCK lists, without the project.
+# `docs` or `page` as EXTRA installs what LOCK lists, without the project.
 # Finds Python 3.12 or newer on PATH, under pyenv, or through uv; says what is missing otherwise.
 # The extra `gpu` compiles Transformer Engine's torch extension, for which it needs CUDA's toolkit and a C++ compiler.
 set -euo pipefail
@@ -87,7 +87,7 @@ if ! "$venv/bin/python" -c "$check" >/dev/null 2>&1; then
     make_venv
 fi
 
-if [ "$extra" = docs ]; then
+if [ "$extra" = docs ] || [ "$extra" = page ]; then
     echo "installing $lock"
     install --requirement "$lock"
     exit

@@ -59,11 +59,12 @@ def tiny_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the server that test processes are forked from: there is one for all, so it must import for all.
 
-    It imports while the first tests run. A process that has looked for GPUs must not be forked.
+    It imports while the first tests run. A process that has looked for GPUs must not be forked. With `-n`, the process
+    that deals tests out runs none.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not session.config.getoption("numprocesses", None):
         multiprocessing.set_forkserver_preload(["tests.helpers.preload"])
         multiprocessing.forkserver.ensure_running()
 

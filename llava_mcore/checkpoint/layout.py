@@ -19,6 +19,7 @@ from typing import Any
 from llava_mcore.config.schema import NON_PERSISTENT
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files.atomic import replace_file
+from llava_mcore.files.hf_files import hub_hint
 from llava_mcore.files.regular import read_object
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -88,7 +89,9 @@ def latest_checkpoint(root: Path) -> tuple[Path, int]:
         CheckpointError: the folder, the tracker, or the iteration in the tracker is missing.
     """
     if not root.is_dir():
-        raise CheckpointError(f"{root}: no such folder; expected a folder of Megatron checkpoints")
+        download = hub_hint(root)
+        converted = "" if download is None else f"; {download}\nand convert it with import-hf"
+        raise CheckpointError(f"{root}: no such folder; expected a folder of Megatron checkpoints{converted}")
     iteration = latest_iteration(root)
     one = ITERATION_NAME.fullmatch(root.resolve().name)
     if iteration is None and one is not None and is_iteration(root):

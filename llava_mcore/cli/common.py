@@ -48,7 +48,10 @@ def _run(arguments: list[str]) -> int:
         return rerun_in_container(image, inner_command(name, arguments[1:]), dry_run="--dry-run" in arguments)
     log.quiet_libraries()
     find_distributions_lazily()
-    if name == "train":  # this process only checks the run, then waits for the training processes
+    # This process of `train` only checks the run, then waits for others; those that answer place no model on devices,
+    # unless it is loaded in 4 or 8 bits.
+    answers = name in ("generate", "chat") and not {"--load-in-4bit", "--load-in-8bit"} & {*arguments}
+    if name == "train" or answers:
         skip_unused_imports("wandb")
     if not command.uses_gpus or name == "train":
         collect_rarely()

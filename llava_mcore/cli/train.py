@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
         if config.checkpoint.unsaved is not None:
             print(f"note: {config.checkpoint.unsaved}", file=sys.stderr)
         print(f"# {launch.config_file}\n{run_config_yaml(launch.run)}\n# command\n{shlex.join(launch.command)}")
+        if launch.completion is not None:
+            print(launch.completion, file=sys.stderr)
         print(f"{launch.layout}\nnothing was started, and nothing was written", file=sys.stderr)
         return 0
     return start(launch, command_line.notices)

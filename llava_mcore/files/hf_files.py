@@ -243,15 +243,29 @@ def read_config(folder: Path) -> dict[str, Any]:
             )
         if any(folder.glob("iter_*")) or (folder / "metadata.json").is_file():
             raise ConversionError(f"{folder} holds Megatron checkpoints: give it as --megatron-dir, or run export-hf")
-        if not folder.exists() and HUB_NAME.fullmatch(str(folder)):
+        download = hub_hint(folder)
+        if download is not None:
             raise ConversionError(
-                f"{folder}: no config.json, because there is no such folder; if it is a model on the Hugging Face Hub, "
-                f"download it with\nhf download {folder} --local-dir {folder.name}\nand give {folder.name}"
+                f"{folder}: no config.json, because there is no such folder; {download}\nand give {folder.name}"
             )
         raise ConversionError(
             f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
         )
     return read_object(path, ConversionError)
+
+
+def hub_hint(folder: Path) -> str | None:
+    """Return how to download a model, if a missing folder may be its name on the Hugging Face Hub; else None.
+
+    Args:
+        folder: as it was typed, or made absolute from the current folder.
+    """
+    here = Path.cwd()
+    name = folder.relative_to(here) if folder.is_absolute() and folder.is_relative_to(here) else folder
+    if folder.exists() or folder.parent.exists() or not HUB_NAME.fullmatch(str(name)):
+        return None
+    command = f"hf download {name} --local-dir {name.name}"
+    return f"if it is a model on the Hugging Face Hub, download it with\n{command}"
 
 
 def holds_adapter_only(folder: Path) -> bool:

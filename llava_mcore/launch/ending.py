@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.processes.control import STOPPED_EARLY
+from llava_mcore.processes.control import ENDING, STOPPED_EARLY
 
 
-def last_lines(run: RunConfig, code: int) -> list[str]:
+def last_lines(run: RunConfig, code: int, *, first_node: bool = True) -> list[str]:
     """Return the lines for a run that has ended.
 
     Args:
         code: exit code of its workers. Errors have messages of their own.
+        first_node: whether this is the node that prints what is the same for all.
     """
     if code == 0:
-        return [*_results(run)]
-    return [_continuation(run)] if code == STOPPED_EARLY or code > 128 else []
+        return [*_results(run)] if first_node else []
+    lines = [_continuation(run)] if first_node and (code == STOPPED_EARLY or code > 128) else []
+    if code - 128 in ENDING:
+        return ["; ".join([f"ended by {signal.Signals(code - 128).name}", *lines])]
+    return lines
 
 
 def _results(run: RunConfig) -> Iterator[str]:

@@ -18,7 +18,7 @@ from llava_mcore.files.regular import naming
 from llava_mcore.launch import slurm
 from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import collecting, preflight, preflight_of_job, resolve, with_epochs
+from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve, with_epochs
 from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
@@ -40,7 +40,8 @@ def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
         config: a configuration, its sections and keys as in a configuration file, or such a file (YAML or JSON).
 
     Returns:
-        0 at the end of the run, 75 if it was asked to stop early, 128 + n if signal n ended it, else an error's code.
+        0 at the end of the run, also if it had ended before, 75 if it was asked to stop early, 128 + n if signal n
+        ended it, else an error's code.
 
     Raises:
         ConfigError: the run cannot start; lists why. Nothing was started.
@@ -54,13 +55,17 @@ def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """A checked run and this machine's part of it: `command` starts the workers, which read `config_file`."""
+    """A checked run and this machine's part of it: `command` starts the workers, which read `config_file`.
+
+    completion: that all iterations are done already; else None.
+    """
 
     run: RunConfig
     nodes: Nodes
     config_file: Path
     command: list[str]
     gpu_count: int
+    completion: str | None = None
 
     @property
     def layout(self) -> str:
@@ -111,11 +116,13 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
         raise ConfigError(problems("The run cannot start", errors))
     config_file = run.run_dir / "run.yaml"
     command = torchrun_argv(run.launch.num_gpus, WORKER, ["--config", str(config_file)], nodes)
-    return Launch(run, nodes, config_file, command, gpu_count)
+    return Launch(run, nodes, config_file, command, gpu_count, completion(run))
 
 
 def start(launch: Launch, notices: Sequence[str] = ()) -> int:
     """Write SAVE_DIR/NAME/run.yaml, start this machine's workers, and return their exit code when they end.
+
+    If all iterations are done already, nothing is written or started, and the run has succeeded: 0.
 
     Args:
         notices: lines to print first.
@@ -125,6 +132,10 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         ConfigError: a folder cannot be written to; or, at the end, another run has taken it over.
     """
     run = launch.run
+    if launch.completion is not None:
+        for line in [launch.completion, *last_lines(run, 0, first_node=launch.nodes.rank == 0)]:
+            print(line, flush=True)
+        return 0
     # The environment of the workers, with defaults for what the user has not set.
     environment = worker_env(
         os.environ,
@@ -147,8 +158,10 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         job = read_job(os.environ)
         if job is not None and launch.nodes.rank == 0:
             print(describe(job), flush=True)
+        processes = "1 process" if run.launch.num_gpus == 1 else f"{run.launch.num_gpus} processes"
+        print(f"starting {processes}; imports take most of the time until the first iteration", flush=True)
         code = run_child(launch.command, environment, program="torchrun, which starts and stops all ranks,")
-        for line in last_lines(run, code) if launch.nodes.rank == 0 else ():
+        for line in last_lines(run, code, first_node=launch.nodes.rank == 0):
             print(line, flush=True)
         return code
 

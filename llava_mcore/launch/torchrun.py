@@ -20,10 +20,8 @@ import psutil
 
 from llava_mcore.compat.torchrun import limit_closing
 from llava_mcore.errors import HUNG
-from llava_mcore.processes.control import FORWARDED, STOP, STOPPED_EARLY, exit_now, with_messages
+from llava_mcore.processes.control import ENDING, FORWARDED, STOP, STOPPED_EARLY, exit_now, with_messages
 
-ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end a run at once; the others ask it to save first."""
 _SECONDS_TO_END = 3
 """Seconds until a rank is killed after another one has failed; its own limit is slightly shorter."""
 _OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
@@ -70,13 +68,11 @@ class Run:
         self.ended_by = signal_number
         if self._send(signal.SIGINT):
             time.sleep(_SECONDS_TO_END)  # torchrun notices sooner, and `main` ends
-        os._exit(self.end())  # the remaining workers are killed with us
+        os._exit(self.exit_code())  # the remaining workers are killed with us
 
-    def end(self) -> int:
-        """Print what ended the run; return its exit code."""
+    def exit_code(self) -> int:
+        """Return the exit code of a run that a signal has ended; the launcher says so, and how the run continues."""
         assert self.ended_by is not None
-        words = "no checkpoint was saved; earlier ones are unchanged"
-        print(f"ended by {self.ended_by.name}: {words}", file=sys.stderr, flush=True)
         return 128 + self.ended_by
 
     def _send(self, signal_number: signal.Signals) -> bool:
@@ -126,7 +122,7 @@ def main() -> int:
         run(args)
     except ChildFailedError as error:
         if attended.ended_by is not None:
-            return attended.end()
+            return attended.exit_code()
         first = {rank: x for rank, x in error.failures.items() if x.local_rank in attended.first}
         return _print_cause(*cause(first or error.failures))
     return 0

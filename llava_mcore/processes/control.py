@@ -20,6 +20,8 @@ from llava_mcore.errors import FileError, LlavaMcoreError, os_error_text
 from llava_mcore.processes.parent import tied_command
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Those that end a run at once; the others ask it to save first."""
 STOP = signal.SIGUSR1
 """The signal that asks a training process to save and end after the current iteration."""
 STOPPED_EARLY = 75

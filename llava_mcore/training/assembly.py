@@ -108,11 +108,7 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
         logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
         if run.training.fraction_done(progress.iteration, progress.num_read) >= 1:  # a run by epochs knows it only now
-            raise CheckpointError(
-                f"{checkpoint} has read all {run.training.samples_to_read} samples of the run: raise --train-epochs, "
-                "which counts the whole run, to continue",
-                on_all_ranks=True,
-            )
+            _say_completion(run, start)
 
     # Data for training, validation and answers, on the rank of each replica that reads it.
     begin("opening the data")
@@ -137,6 +133,18 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         times=times,
     )
     return loop, loader
+
+
+def _say_completion(run: RunConfig, start: StartPoint) -> None:
+    """Log that nothing is left to train. CheckpointError if that is another run's end: this one has not begun."""
+    reached = (
+        f"{start.checkpoint} has read all {run.training.samples_to_read} samples; to continue, raise --train-epochs, "
+        "which counts the whole run"
+    )
+    if start.kind == "load":
+        omit = "or omit --load-optim the first time, to start a new run with its weights"
+        raise CheckpointError(f"{reached}, {omit}", on_all_ranks=True)
+    logger.info("the run is complete: %s", reached)
 
 
 def _end(loop: TrainingLoop, loader: TrainLoader | None) -> None:

@@ -36,12 +36,8 @@ from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.model_graphs import model_graphs
 from llava_mcore.training.loss_terms import loss_terms
 from llava_mcore.training.model_options import model_options
-from llava_mcore.training.optimization.optimizer import (
-    TowerGradients,
-    build_optimizer,
-    build_scheduler,
-    data_parallel,
-)
+from llava_mcore.training.optimization.optimizer import TowerGradients, build_optimizer, data_parallel
+from llava_mcore.training.optimization.schedule import build_scheduler
 
 logger = logging.getLogger(__name__)
 

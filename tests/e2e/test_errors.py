@@ -1,4 +1,8 @@
-"""What goes wrong after the workers have started ends all of them, within a minute, with one clear message."""
+"""What goes wrong after the workers have started ends all of them, within a minute, with one clear message.
+
+One such run is started as a user does. Ranks of the others are forked, and end by themselves: tests of torchrun, which
+ends those that do not, are in test_operations.py.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +34,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    root: Path, *more: object, megatron: str = "megatron", hf: str = "hf", data: str = "data", fails: bool = True
+    root: Path,
+    *more: object,
+    megatron: str = "megatron",
+    hf: str = "hf",
+    data: str = "data",
+    fails: bool = True,
+    as_typed: bool = False,
 ) -> str:
     """Train on two data-parallel ranks, expect failure unless told otherwise, and return what was printed."""
     start = time.monotonic()
     places = ("--megatron-load-dir", root / megatron, "--tokenizer-load-dir", root / hf, "--data-path", root / data)
     sizes = ("--train-iters", 12, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64)
     flags = ("-g", 2, *places, *sizes, "--save-dir", root / "save", "data.num_workers=1", *more)
-    text = run("train/run.py", *flags, expect=2) if fails else train_forked(*flags)
+    expect = 2 if fails else 0
+    text = run("train/run.py", *flags, expect=expect) if as_typed else train_forked(*flags, expect=expect)
     assert time.monotonic() - start < SECONDS
     assert text.count("error: ") == (1 if fails else 0), text
     return text
@@ -51,7 +62,7 @@ def test_a_checkpoint_of_another_model(root: Path) -> None:
     config = json.loads(path.read_text())
     config["text_config"]["intermediate_size"] = 192
     path.write_text(json.dumps(config))
-    text = train(root, "--no-verify-checkpoint", megatron="other")
+    text = train(root, "--no-verify-checkpoint", megatron="other", as_typed=True)
     assert "is a checkpoint of another model" in text
     assert "mlp.linear_fc1.weight" in text and "mlp.linear_fc2.weight" in text
 
@@ -76,6 +87,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_runs_nothing(root
     (newest / "run.json").write_text(json.dumps(content))
     text = train(root, *own, "--load-optim", "--train-iters", 6, fails=False)
     assert f"{newest}: loader/dp_00001.pt is damaged" in text and "resumed at iteration 2" in text
+    assert "the schedule has 24 samples instead of 16; to keep it, --lr-decay-style constant --lr" in text
     assert [line["iteration"] for line in read_metrics(root / "save" / "own")] == [1, 2, 3, 4, 5, 6]
 
 

@@ -1,4 +1,4 @@
-"""What a run shows and writes beside its metrics, through the real command line: --debug, TensorBoard, the plot."""
+"""What a run shows and writes beside its metrics, by its console: --debug, TensorBoard, the plot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from llava_mcore.convert.import_hf import import_hf
-from tests.helpers.commands import read_metrics, run
+from tests.helpers.commands import read_metrics
+from tests.helpers.forked_training import train_forked
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 
@@ -23,7 +24,7 @@ def test_debug_shows_the_first_batch_and_the_shapes_of_every_stage(tmp_path: Pat
     places = ("--megatron-load-dir", tmp_path / "megatron", "--tokenizer-load-dir", tmp_path / "hf")
     more = ("--data-path", tmp_path / "data", "--save-dir", tmp_path / "save", "--name", "debug", "--tensorboard")
     sizes = ("--train-iters", 2, "--micro-batch-size", 2, "--global-batch-size", 4, "--seq-length", 64)
-    text = run("train/run.py", "-g", 2, "--pp", 2, "--debug", *places, *more, *sizes, "data.num_workers=0")
+    text = train_forked("-g", 2, "--pp", 2, "--debug", *places, *more, *sizes, "data.num_workers=0")
     assert re.search(r"first row, [1-9]\d* of \d+ tokens trained, 0 misplaced labels", text)
     assert re.search(r"USER: <image .16>\s+Which digit is shown\? ASSISTANT:« It is \d\.</s>»", text)
     assert "stage 0, tensor rank 0: vision_model: float32 [2, 3, 56, 56] -> float32 [2, 16, 64]" in text

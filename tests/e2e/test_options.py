@@ -17,7 +17,7 @@ from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.templates.named import family_format
 from llava_mcore.training.saving.hf_files import write_init_folder
-from tests.helpers.commands import read_metrics, run
+from tests.helpers.commands import read_metrics
 from tests.helpers.forked_training import train_forked
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
@@ -70,7 +70,7 @@ def test_checkpoints_have_the_tokenizer_of_training(root: Path, tmp_path: Path) 
     train_forked(*flags(tmp_path / "other", 1))
     carried = tmp_path / "run" / "iter_0000001" / "hf" / "tokenizer.json"
     assert carried.read_bytes() == file.read_bytes() != (root / "hf" / "tokenizer.json").read_bytes()
-    assert "cannot be resumed with the tokenizer of" in run("train/run.py", *flags(root / "hf", 2), expect=2)
+    assert "cannot be resumed with the tokenizer of" in train_forked(*flags(root / "hf", 2), expect=2)
 
 
 @pytest.mark.parametrize("tie", [False, True])

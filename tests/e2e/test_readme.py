@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.commands import ROOT, read_metrics
 from tests.helpers.shards import jpeg, write_shards
 from tests.helpers.tiny_hf import CHAT_TEMPLATE, make_hf_llava, make_tokenizer, text_config, vision_config
+from tests.helpers.warm_python import warm_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -38,10 +39,10 @@ def make_sources(root: Path) -> None:
     write_shards(root / "shards")
 
 
-def run_commands(blocks: list[str], folder: Path, **variables: str) -> str:
+def run_commands(blocks: list[str], folder: Path, *, python: str = sys.executable, **variables: str) -> str:
     """Run blocks of commands in a folder with this Python; return what they print."""
     env = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env["PATH"] = f"{Path(python).parent}:{Path(sys.executable).parent}:{env['PATH']}"
     commands = ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)]
     done = subprocess.run(commands, env=env, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -75,7 +76,8 @@ def test_readme_commands(tmp_path: Path) -> None:
 def test_a_tiny_model_goes_all_the_way(tmp_path: Path) -> None:
     """docs/try.md as it is: at the end the model knows the color."""
     page = (ROOT / "docs" / "try.md").read_text(encoding="utf-8")
-    printed = run_commands(shell_blocks(page), tmp_path)
+    with warm_python() as python:
+        printed = run_commands(shell_blocks(page), tmp_path, python=str(python))
     assert "It is green." in printed.splitlines()
     losses = [m["loss"] for m in read_metrics(tmp_path / "runs" / "colors")]
     assert len(losses) == 63 and losses[0] > 5 and losses[-1] < 1
@@ -93,7 +95,9 @@ def test_commands_from_parts_to_a_trained_model(tmp_path: Path) -> None:
     places = {"TEXT_MODEL": "text", "VISION_MODEL": "vision", "SHARDS": "shards", "WORK": "work"}
     for name in places:
         assert f"{name}=" in section, "the page tells the reader to set it"
-    printed = run_commands(steps, tmp_path, **{name: str(tmp_path / folder) for name, folder in places.items()})
+    variables = {name: str(tmp_path / folder) for name, folder in places.items()}
+    with warm_python() as python:
+        printed = run_commands(steps, tmp_path, python=str(python), **variables)
     assert "bit for bit" in printed
     for stage in ("stage1", "stage2"):
         assert len(read_metrics(tmp_path / "work" / "runs" / stage)) == 2
@@ -104,8 +108,9 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     """All stages with a few iterations: everything is written, and the missed goal is said."""
     out = tmp_path / "quickstart"
     flags = ["--out", str(out), "--train-iters", "3", "--num-samples", "300"]
-    command = [sys.executable, str(ROOT / "examples" / "quickstart" / "run.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    with warm_python() as python:
+        command = [str(python), str(ROOT / "examples" / "quickstart" / "run.py"), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 1, (done.stdout + done.stderr)[-6000:]
     assert "below 95%" in done.stderr
     results = json.loads((out / "results.json").read_text())
@@ -114,6 +119,6 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
         assert (out / name).stat().st_size > 1000
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").touch()
-    flags = ["--out", str(tmp_path / "foreign")]
-    refused = subprocess.run([*command[:2], *flags], capture_output=True, text=True, cwd=ROOT, check=False)
+    again = [sys.executable, command[1], "--out", str(tmp_path / "foreign")]
+    refused = subprocess.run(again, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 1 and "choose another folder" in refused.stderr

@@ -22,8 +22,6 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.parallel.test_any_size import filmed, resized
 
-ITERATIONS = 12
-
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -48,7 +46,7 @@ def flags(material: dict[str, Path], name: str, model: str, tp: int, pp: int, dp
     out = ("--save-dir", root / "save", "--data-path", material["data"], "--name", name)
     sizes = ("--micro-batch-size", 2, "--global-batch-size", 8, "--seq-length", 64, "--lr", 1e-3)
     layout = ("-g", tp * pp * dp, "--tp", tp, "--pp", pp)
-    saving = ("--save", "--save-optim", "--load-optim", "--save-interval", 6)
+    saving = ("--save", "--save-optim", "--load-optim")
     data = ("data.num_workers=1", "data.shuffle_buffer_size=16", "model.freeze_vision_model=false")
     return [*layout, *places, *out, *sizes, *saving, *data, *more]
 
@@ -66,12 +64,12 @@ WSD = ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-de
 ASKS = ("--eval-generate", 4, "--eval-generate-samples", 5, "--eval-generate-max-new-tokens", 4)
 PIXELS = ("--min-pixels", 700, "--max-pixels", 5000, "--video-max-pixels", 6000)
 VALIDATES = ("--eval-interval", 4)
-QWEN = ("--train-iters", ITERATIONS, "--global-batch-size", 4, "--packing")
+QWEN = ("--train-iters", 6, "--save-interval", 3, "--global-batch-size", 4, "--packing")
 
 
 def check_pixels_were_carried(save: Path) -> None:
     """The checkpoint of the resumed run has the limits of pixels that it was given."""
-    assets = load_assets(save / "qwen-broken" / f"iter_{ITERATIONS:07}" / "hf")
+    assets = load_assets(save / "qwen-broken" / "iter_0000006" / "hf")
     assert (assets.pixels.smallest, assets.pixels.largest) == (700, 5000)
     assert assets.video_pixels.largest == 6000
 
@@ -93,12 +91,14 @@ class Case:
     """How a model is trained.
 
     layout: tp, pp, dp.
+    iterations: of the run. It is killed after two thirds of them, and saves half way.
     films: on pictures and videos of many sizes.
     as_typed: whether the run that is killed and resumed is started as a user does.
     check: of the folder of both runs.
     """
 
     layout: tuple[int, int, int]
+    iterations: int
     flags: Sequence[object]
     films: bool = False
     as_typed: bool = False
@@ -108,12 +108,13 @@ class Case:
 CASES = {
     "llava": Case(
         (1, 1, 2),
-        [*RAMP, *WSD, *ASKS, *VALIDATES, "--dist-optim", "optimizer.vision_lr=2e-3"],
+        12,
+        ["--save-interval", 6, *RAMP, *WSD, *ASKS, *VALIDATES, "--dist-optim", "optimizer.vision_lr=2e-3"],
         as_typed=True,
         check=check_schedules,
     ),
-    "qwen": Case((2, 1, 1), [*QWEN, *PIXELS], films=True, check=check_pixels_were_carried),
-    "qwen3": Case((1, 2, 1), [*QWEN, "--max-pixels", 5000], films=True),
+    "qwen": Case((2, 1, 1), 6, [*QWEN, *PIXELS], films=True, check=check_pixels_were_carried),
+    "qwen3": Case((1, 2, 1), 6, [*QWEN, "--max-pixels", 5000], films=True),
 }
 """By model. Qwen's have dropout."""
 
@@ -130,14 +131,15 @@ def test_killed_and_resumed_equals_unbroken(material: dict[str, Path], name: str
     save, case = material["root"] / "save", CASES[name]
     train_forked(*flags_of(material, name, f"{name}-whole"))
     whole = read_metrics(save / f"{name}-whole")
-    assert [m["iteration"] for m in whole] == list(range(1, ITERATIONS + 1))
+    assert [m["iteration"] for m in whole] == list(range(1, case.iterations + 1))
 
-    again = flags_of(material, name, f"{name}-broken")
+    again, killed_at = flags_of(material, name, f"{name}-broken"), 2 * case.iterations // 3
     if case.as_typed:
-        run_and_kill(save / f"{name}-broken", 8, "train/run.py", *again)
+        run_and_kill(save / f"{name}-broken", killed_at, "train/run.py", *again)
         run("train/run.py", *again)
     else:
-        train_forked(*again, kill_at=8)
+        train_forked(*again, kill_at=killed_at)
+        assert len(read_metrics(save / f"{name}-broken")) < case.iterations, "it was not killed in time"
         train_forked(*again)
     broken = read_metrics(save / f"{name}-broken")
     for key in (

@@ -13,7 +13,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
@@ -31,37 +30,53 @@ from tests.helpers.world import rank_environments, wait_for_ranks, write_output_
 KILLED = 137
 
 
-def train_forked(*flags: object, kill_at: int | None = None) -> str:
+def train_forked(*flags: object, kill_at: int | None = None, expect: int = 0) -> str:
     """Train as `run.py` does with these flags; return what launcher and ranks print.
 
     Args:
         kill_at: kill all ranks (-9) as soon as metrics.jsonl shows this iteration.
+        expect: exit code of the launcher, and of every rank: none may have to be ended because another one has failed.
     """
     printed = io.StringIO()
     with (
-        ranks_are_forked(kill_at=kill_at) as logs,
+        ranks_are_forked(kill_at=kill_at, expect=expect) as logs,
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
     ):
         code = train.main([str(flag) for flag in flags])
         text = "".join([printed.getvalue(), *(log.read_text(errors="replace") for log in sorted(logs.iterdir()))])
-    assert code == (0 if kill_at is None else KILLED), f"exit code {code}\n{text[-6000:]}"
+    assert code == (expect if kill_at is None else KILLED), f"exit code {code}\n{text[-6000:]}"
     return text
 
 
 @contextlib.contextmanager
-def ranks_are_forked(*, kill_at: int | None = None) -> Iterator[Path]:
+def ranks_are_forked(*, kill_at: int | None = None, expect: int = 0) -> Iterator[Path]:
     """Fork the ranks of runs that this process starts; yield the folder of what they print."""
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks = partial(_run_ranks, logs=Path(folder), kill_at=kill_at)
-        with mock.patch.object(launch_start, "run_child", run_ranks):
-            yield Path(folder)
+        logs = Path(folder)
+
+        def run_child(command: Sequence[str], environment: Mapping[str, str], *, program: str) -> int:
+            return run_ranks(command, environment, logs=logs, kill_at=kill_at, expect=expect)
+
+        with mock.patch.object(launch_start, "run_child", run_child):
+            yield logs
 
 
-def _run_ranks(
-    command: Sequence[str], environment: Mapping[str, str], *, program: str, logs: Path, kill_at: int | None
+def run_ranks(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    logs: Path | None = None,
+    outputs: Sequence[Path] = (),
+    kill_at: int | None = None,
+    expect: int = 0,
 ) -> int:
-    """Run the ranks that a command of torchrun would start; return the exit code of the first that fails."""
+    """Run the ranks that a command of torchrun would start; return the exit code of the first that fails.
+
+    Args:
+        logs: folder for a file of each rank's output; not given: `outputs`, the files for output and errors of all.
+        expect: every rank's exit code.
+    """
     size = int(command[command.index("--nproc-per-node") + 1])
     config = Path(command[command.index("--config") + 1])
     # The store is here and not on rank 0, as with torchrun.
@@ -69,7 +84,9 @@ def _run_ranks(
     shared = {**environment, "LOCAL_WORLD_SIZE": str(size)}
     context = multiprocessing.get_context("forkserver")
     ranks: list[BaseProcess] = [
-        context.Process(target=_train, args=(config, {**shared, **own}, logs / f"rank{rank}"))
+        context.Process(
+            target=_train, args=(config, {**shared, **own}, outputs if logs is None else [logs / f"rank{rank}"])
+        )
         for rank, own in enumerate(rank_environments(size, store.port))
     ]
     for rank in ranks:
@@ -77,15 +94,16 @@ def _run_ranks(
     if kill_at is not None:
         _kill_at(ranks, config.parent, kill_at)
         return KILLED
-    codes = wait_for_ranks(ranks, timeout=900)
+    codes = wait_for_ranks(ranks, timeout=900, seconds_for_others=60 if expect else 1)
+    assert not expect or set(codes) == {expect}, f"the ranks' exit codes are {codes}"
     return next((code for code in codes if code), 0)
 
 
-def _train(config: Path, environment: dict[str, str], log: Path) -> None:
+def _train(config: Path, environment: dict[str, str], outputs: Sequence[Path]) -> None:
     """Be one rank."""
     os.environ.clear()
     os.environ.update(environment)
-    write_output_to(log)
+    write_output_to(*outputs)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has been imported with other variables
     exit_now(worker.main(["--config", str(config)]))
 

@@ -2,6 +2,8 @@
 
 import gc
 
+import matplotlib.backends.backend_agg
+import matplotlib.figure
 import transformers.models.llava.modeling_llava
 
 import llava_mcore.checkpoint.dist
@@ -10,7 +12,7 @@ import llava_mcore.models.architectures.llava
 import llava_mcore.training.assembly
 import llava_mcore.training.loop
 
-__all__ = ["llava_mcore", "transformers"]
+__all__ = ["llava_mcore", "matplotlib", "transformers"]
 
 # A collection in a process that was forked would copy all of this.
 gc.collect()

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import secrets
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -80,14 +81,15 @@ def rank_environments(size: int, port: int) -> list[dict[str, str]]:
     return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
-def wait_for_ranks(processes: list[BaseProcess], timeout: float) -> list[int | None]:
+def wait_for_ranks(processes: list[BaseProcess], timeout: float, *, seconds_for_others: float = 1) -> list[int | None]:
     """Wait for all; when one fails the others are ended, since they would wait for it. So are ranks that do nothing."""
     end, watch = time.monotonic() + timeout, _Watch(processes)
     while any(p.exitcode is None for p in processes):
         failed = any(p.exitcode not in (None, 0) for p in processes)
         if failed or time.monotonic() > end or watch.hangs():
-            time.sleep(1)
+            found = time.monotonic()
             for p in processes:
+                p.join(max(0.0, seconds_for_others - (time.monotonic() - found)))
                 p.kill()
             break
         time.sleep(0.02)
@@ -124,11 +126,15 @@ class _Watch:
         return used
 
 
-def write_output_to(file: Path) -> None:
-    """Let this process and its children write what they print to a file."""
-    log = os.open(file, os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def write_output_to(file: Path, errors: Path | None = None) -> None:
+    """Let this process and its children write what they print to a file, and their errors to it or to another one."""
+    for number, path in ((1, file), (2, errors or file)):
+        log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, number)
+        os.close(log)
+    # Python's own have looked at what was there before: a file has positions, and a pipe has none.
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
 
 
 def _log(job: Path, rank: str) -> Path:

@@ -79,7 +79,9 @@ def save_and_resume(
         fused: with an optimizer that keeps its state as Transformer Engine's does.
     """
     kinds = KINDS | (GPU_KINDS if torch.cuda.is_available() else {})
-    cases = {f"{part}, {kind}": ResumedRun(FROZEN[part] | kinds[kind]) for part in FROZEN for kind in kinds}
+    # Either end of a pipeline alone. Elsewhere the last one stands for both; the first one is that of `no update yet`.
+    parts = [part for part in FROZEN if part != "first stage" or (pp > 1 and not fused)]
+    cases = {f"{part}, {kind}": ResumedRun(FROZEN[part] | kinds[kind]) for part in parts for kind in kinds}
     kinds["fp16"] = {"training.precision": "fp16"}
     cases |= {f"no update yet, {kind}": ResumedRun(FIRST_STAGE | kinds[kind], steps_before=0) for kind in kinds}
     cases |= EMPTY_GROUPS

@@ -24,7 +24,7 @@ from tests.parallel import class_curve_checks
 from tests.unit.models import test_idefics2, test_qwen
 
 LAYOUTS: list[Any] = [(1, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.long) for layout in ((1, 2), (2, 1)))]
-LONG = ((1, 2), (2, 1), (1, 1, 2), (2, 1, 2))
+LONG = ((1, 2), (2, 1), (2, 1, 2))
 WHOLE = ((1, 1, 1), (2, 2, 1))
 """Layouts that train all steps; the others train the first ones of the same schedule."""
 FIRST_STEPS = 6

@@ -1,4 +1,4 @@
-"""A real pretrained language model (SmolLM2-135M-Instruct) through build, import, tensor parallel 1 and 3, export."""
+"""A real pretrained language model (SmolLM2-135M-Instruct) through build, import, tensor parallel 3, export."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def test_words_and_logits_survive_the_whole_way(source: Any, built: Path, tmp_pa
     before, after = load_file(built / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
 
+    # Its 3 groups of heads are divided by 3. One rank is the easier case, which test_layouts.py has for every class.
     arguments = {"checkpoint": str(tmp_path / "megatron"), "prompt": prompt, "num_new": len(words)}
-    for tp in (1, 3):
-        for logits, continuation in run_world(tp, checks.greedy, tp=tp, **arguments):
-            # Relative to the largest logit (about 40): fp32 sums of 576 and 1536 terms, in another order at tp 3.
-            difference = (logits[..., :vocabulary] - expected).abs().max() / expected.abs().max()
-            assert difference <= 1e-5, f"tp {tp}: {difference}"
-            assert continuation == words
-            print(f"tp {tp}: largest difference {difference:.2e} of the largest logit {expected.abs().max():.1f}")
+    for logits, continuation in run_world(3, checks.greedy, tp=3, **arguments):
+        # Relative to the largest logit (about 40): fp32 sums of 576 and 1536 terms, in another order.
+        difference = (logits[..., :vocabulary] - expected).abs().max() / expected.abs().max()
+        assert difference <= 1e-5, difference
+        assert continuation == words
+        print(f"largest difference {difference:.2e} of the largest logit {expected.abs().max():.1f}")

@@ -15,6 +15,7 @@ from llava_mcore.config.rules.operation import check_operations
 from llava_mcore.config.rules.parallel import check_deepstack, check_options, check_stages, has_uneven_stages
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.files.hf_files import hub_hint
 
 FP8_MULTIPLE = 16
 """The sizes of what FP8 multiplies are multiples of this."""
@@ -181,7 +182,9 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     elif checkpoint.save_dir.exists() and not checkpoint.save_dir.is_dir():
         yield f"--save-dir {checkpoint.save_dir} is not a folder: give another one"
     if checkpoint.hf_dir is not None and not checkpoint.hf_dir.is_dir():
-        yield f"--tokenizer-load-dir {checkpoint.hf_dir}: no such folder"
+        download = hub_hint(checkpoint.hf_dir)
+        hint = "" if download is None else f"; {download}\nand give {checkpoint.hf_dir.name}"
+        yield f"--tokenizer-load-dir {checkpoint.hf_dir}: no such folder{hint}"
     if checkpoint.init and checkpoint.load is not None:
         yield "--init starts from random weights and --megatron-load-dir loads some: give one of the two"
     if run.faults.exit_duration_in_mins is not None and not checkpoint.saves:

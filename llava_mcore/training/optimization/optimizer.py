@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from llava_mcore.compat.megatron_gradients import gradient_ranges, reduce_in_fixed_order
-from llava_mcore.config.rules.schedule import schedule_samples
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig as OptimizerSection
 from llava_mcore.errors import CheckpointError, ConfigError
@@ -161,11 +160,6 @@ def overrides(run: RunConfig, config: OptimizerConfig) -> dict[ParamKey, ParamGr
     return by_key
 
 
-def learning_rates(run: RunConfig, scheduler: OptimizerParamScheduler) -> dict[str, float]:
-    """Return the learning rate of each part in the next step, on every rank, whichever parts it holds."""
-    return {part: scheduler.get_lr(asdict(rates)) for part, rates in part_rates(run.optimizer).items()}
-
-
 def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: OptimizerSection) -> None:
     """Set the current learning rates, by which megatron-core finds parameter groups, and the optimizer's settings in a
     saved state.
@@ -188,30 +182,6 @@ def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: Optimi
         rates = new[Rates(group["max_lr"], group["min_lr"])]
         group["max_lr"], group["min_lr"] = rates.max_lr, rates.min_lr
         group |= OPTIMIZERS[now.name].group_settings(now)
-
-
-def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the schedule, counted in samples. It also applies each group's rates and weight decay."""
-    options = run.optimizer
-    warmup, samples, decay = schedule_samples(run.training, options)
-    total = max(1, samples)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=options.lr,
-        min_lr=options.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=total,
-        lr_decay_style=options.lr_decay_style,
-        wsd_decay_steps=decay,
-        lr_wsd_decay_style=options.lr_wsd_decay_style,
-        start_wd=options.weight_decay,
-        end_wd=options.weight_decay,
-        wd_incr_steps=total,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run may have more iterations or another rate
-    )
 
 
 class TowerGradients:

@@ -28,6 +28,7 @@ from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.logs.run_record import OF_EVERY_RANK, RANDOM_STATES
 from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
+from llava_mcore.training.optimization.schedule import rate_change
 from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,9 @@ def resume(trainer: Trainer) -> tuple[TrainingProgress, Sequence[Any] | None]:
         set_random_state(loaded["random"])
     elif trainer.uses_dropout:
         logger.info("the layout differs from the checkpoint's: dropout will draw different random numbers")
+    change = rate_change(before, trainer.run, trainer.scheduler)
+    if change is not None:
+        logger.info(change)
     counters = {field.name: loaded[field.name] for field in fields(TrainingProgress) if field.name in loaded}
     return TrainingProgress(**counters), loader_states  # older checkpoints lack newer counters
 

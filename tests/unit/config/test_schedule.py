@@ -16,7 +16,7 @@ from llava_mcore.config.rules.all_rules import check_batch, check_values
 from llava_mcore.config.rules.batch_size import BatchSizes, Ramp
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.training.optimization.optimizer import build_scheduler, learning_rates
+from llava_mcore.training.optimization.schedule import build_scheduler, learning_rates, rate_change
 
 RAMPS = st.builds(Ramp, start=st.integers(1, 6), increment=st.integers(1, 4), samples=st.integers(0, 90))
 
@@ -83,6 +83,32 @@ def test_shapes_of_the_schedule() -> None:
         assert found[7:] == pytest.approx([0.1 + 0.9 * shape(i / 4) for i in range(1, 5)]), name
     in_samples = rates(run_of(*WARM, wsd[0], "optimizer.lr_wsd_decay_samples=32"), 11)
     assert in_samples == rates(run_of(*WARM, *wsd), 11)
+
+
+def test_a_resume_says_how_it_changes_the_rate_and_what_keeps_it() -> None:
+    """After 10 iterations of a linear decay from 1 to 0.1: the run of 20 is half way down."""
+    keys = ("optimizer.lr_decay_style=linear", "optimizer.min_lr=0.1", "optimizer.lr_warmup_fraction=0")
+    before = run_of("training.train_iters=10", *keys)
+
+    def said(*changes: str) -> str | None:
+        run = run_of("training.train_iters=10", *keys, *changes)
+        optimizer: Any = SimpleNamespace(param_groups=[{"max_lr": run.optimizer.lr, "min_lr": run.optimizer.min_lr}])
+        scheduler = build_scheduler(run, optimizer)
+        scheduler.step(increment=80)
+        found, unchanged = rate_change(before, run, scheduler), learning_rates(run, scheduler)
+        assert scheduler.lr_decay_steps == 8 * run.training.num_iterations and unchanged["language_model"] > 0
+        return found
+
+    assert said() is None and said("optimizer.adam_beta2=0.9") is None
+    assert said("training.train_iters=20") == (
+        "the next learning rate is 0.55 instead of 0.1: the schedule has 160 samples instead of 80; "
+        "to keep it, --lr-decay-style constant --lr 0.1 without optimizer.min_lr"
+    )
+    kept = ("training.train_iters=20", "optimizer.lr_decay_style=constant", "optimizer.lr=0.1", "optimizer.min_lr=0")
+    assert said(*kept) is None
+    other = said("optimizer.lr=2", "optimizer.min_lr=0.5", "optimizer.vision_lr=4")
+    assert other is not None and "is 0.5 instead of 0.1: optimizer.lr is 2.0 instead of 1.0, optimizer.vision" in other
+    assert other.endswith("--lr 0.1 optimizer.vision_lr=0.1 without optimizer.min_lr")
 
 
 def test_the_schedule_counts_samples_under_a_ramp() -> None:

@@ -52,10 +52,13 @@ def test_results_of_a_finished_run(saved: Path) -> None:
 @pytest.mark.parametrize("code", [STOPPED_EARLY, INTERRUPTED, 128 + 9])
 def test_how_a_stopped_run_goes_on(saved: Path, code: int) -> None:
     resuming = run_in(saved.parent, *SAVING, "checkpoint.load_optim=true")
-    assert last_lines(resuming, code) == ["the same command resumes at iteration 10"]
+    ended = "ended by SIGINT; " if code == INTERRUPTED else ""
+    assert last_lines(resuming, code) == [f"{ended}the same command resumes at iteration 10"]
     assert last_lines(run_in(saved.parent, *SAVING), code) == [
-        "the same command with --load-optim resumes at iteration 10"
+        f"{ended}the same command with --load-optim resumes at iteration 10"
     ]
+    others = last_lines(resuming, code, first_node=False)
+    assert others == (["ended by SIGINT"] if ended else []), "what is the same for all nodes is printed once"
     assert "without --save-optim" in last_lines(run_in(saved.parent, SAVING[0]), code)[0]
 
 
@@ -63,11 +66,7 @@ def test_a_stopped_run_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.
     def start_point(run: RunConfig) -> StartPoint:
         raise CheckpointError("none is complete")
 
-    assert last_lines(run_in(tmp_path, *SAVING), INTERRUPTED) == [
-        "no checkpoint was saved: the same command starts again"
-    ]
+    assert last_lines(run_in(tmp_path, *SAVING), INTERRUPTED) == [f"ended by SIGINT; {NOTHING}"]
     monkeypatch.setattr(choose_start, "start_point", start_point)
-    assert last_lines(run_in(tmp_path, *SAVING), INTERRUPTED) == [
-        "no checkpoint was saved: the same command starts again"
-    ]
+    assert last_lines(run_in(tmp_path, *SAVING), STOPPED_EARLY) == [NOTHING]
     assert last_lines(run_in(tmp_path, *SAVING), 2) == [], "an error has its own message"

@@ -171,6 +171,9 @@ def test_without_a_start_or_with_broken_checkpoints(folders: Folders, capsys: py
     assert "nothing to start from" in refusal(rest, capsys)
     assert "--init needs the model's config" in refusal([*rest, "--init"], capsys)
     assert "no such folder" in refusal([*rest, "--megatron-load-dir", "/nowhere"], capsys)
+    hub = refusal([*rest, "--megatron-load-dir", "nobody/nothing", "--pp", "3", "--data-path", "/nowhere"], capsys)
+    assert "hf download nobody/nothing --local-dir nothing\n" in hub and "and convert it with import-hf" in hub
+    assert "data path /nowhere does not exist" in hub and "--pp 3" in hub, "all that needs no model"
     assert "model_type is 'llama'" in refusal_of_other_model(folders, rest, capsys)
     (folders.megatron / "latest_checkpointed_iteration.txt").unlink()
     assert "latest_checkpointed_iteration.txt" in refusal(folders.flags(), capsys)
@@ -198,8 +201,11 @@ def test_an_earlier_run_is_resumed_or_left_alone(folders: Folders, capsys: pytes
     assert "already holds a checkpoint: resume it with --load-optim" in refusal(folders.flags(), capsys)
     assert train.main(folders.flags("--load-optim", "--dry-run")) == 0
     assert train.main(folders.flags("--name", "other", "--dry-run")) == 0
-    message = refusal(folders.flags("--load-optim", "--train-iters", "4"), capsys)
-    assert "has reached iteration 4 of 4: raise --train-iters" in message
+    capsys.readouterr()
+    assert train.main(folders.flags("--load-optim", "--train-iters", "4")) == 0, "requeued once more, it has succeeded"
+    printed = capsys.readouterr().out
+    assert printed.startswith("the run is complete: ") and "has reached iteration 4 of 4; to continue, raise" in printed
+    assert not (folders.save / "r" / "run.yaml").exists(), "nothing is started"
 
 
 def test_a_finished_run_of_another_name_is_no_start_with_its_optimizer(

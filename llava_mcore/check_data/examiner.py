@@ -57,7 +57,7 @@ class Finding:
     num_images: int = 0
     num_frames: tuple[int, ...] = ()
     """Frames of each video."""
-    num_sounds: int = 0
+    num_audios: int = 0
     num_without_fps: int = 0
     """Videos whose fps is assumed; 0 if the model's tokens and positions do not depend on it."""
     unused: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Finding:
     @property
     def kind(self) -> tuple[int, ...]:
         """Whether it has one or several conversations, and no, one or several pictures, videos and sounds."""
-        counts = (self.num_images, len(self.num_frames), self.num_sounds)
+        counts = (self.num_images, len(self.num_frames), self.num_audios)
         return (min(self.num_conversations, 2), *(min(count, 2) for count in counts))
 
 
@@ -154,7 +154,7 @@ class Examiner:
             num_conversations=len(chat.conversations),
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
             num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
-            num_sounds=sum(isinstance(item.data, Audio) for conversation in used for item in conversation.media),
+            num_audios=sum(isinstance(item.data, Audio) for conversation in used for item in conversation.media),
             num_without_fps=sum(c.num_without_fps for c in used) if self.assets.plan.timed else 0,
             num_frames=tuple(len(item.data.frames) for c in used for item in c.media if isinstance(item.data, Video)),
         )

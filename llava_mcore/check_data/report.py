@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from llava_mcore.check_data.tally import Tally, bins, expected_fill, fitting, quantile
+from llava_mcore.check_data.tally import DatasetTally, Tally, bins, expected_fill, fitting, quantile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 OF_PATCHES = ("p50", "p99", "max")
@@ -86,7 +86,7 @@ class DataReport:
             "pictures": round(sum(r * one.per_sample(one.num_images) for one, r in weighted)),
             "videos": round(sum(r * one.per_sample(one.num_videos) for one, r in weighted)),
             "frames": round(sum(r * one.per_sample(one.num_frames) for one, r in weighted)),
-            "sounds": round(sum(r * one.per_sample(one.num_sounds) for one, r in weighted)),
+            "sounds": round(sum(r * one.per_sample(one.num_audios) for one, r in weighted)),
         }
 
     def quantiles(self) -> dict[str, int]:
@@ -126,14 +126,19 @@ class DataReport:
             "frames_per_video": _by_number(tally.frames),
             "videos_without_fps": tally.num_without_fps,
             "unused_keys": dict(tally.unused.most_common()),
-            "sounds_per_sample": _by_number(tally.sounds),
+            "sounds_per_sample": _by_number(tally.audios),
             "epoch": self.epoch(),
             # Each dataset, and each problem with examples.
-            "datasets": [asdict(one) for one in tally.datasets],
+            "datasets": [_dataset_as_json(one) for one in tally.datasets],
             "stop": list(self.stop),
             "remarks": list(self.remarks),
             "groups": [asdict(g) for level in ("stop", "left out", "remark") for g in tally.problems(level)],
         }
+
+
+def _dataset_as_json(data: DatasetTally) -> dict[str, Any]:
+    """Return a dataset's counts by the names that the report has in files."""
+    return {"num_sounds" if name == "num_audios" else name: value for name, value in asdict(data).items()}
 
 
 def _by_number(counts: Counter[int]) -> dict[str, int]:

@@ -94,13 +94,13 @@ def _print_lengths(report: DataReport, console: Console) -> None:
     if any(tally.patches):
         quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles_of_patches().items())
         _line(console, f"{report.unit} per sample (data.max_media_tokens): {quantiles}")
-    if any(tally.images) or not any(tally.sounds):
+    if any(tally.images) or not any(tally.audios):
         _line(console, f"pictures per sample: {_listed(tally.images) or 'none could be used'}")
     if tally.frames:
         _line(console, f"videos per sample: {_listed(tally.videos)}")
         _line(console, f"frames per video: {_listed(tally.frames)}")
-    if any(tally.sounds):
-        _line(console, f"sounds per sample: {_listed(tally.sounds)}")
+    if any(tally.audios):
+        _line(console, f"sounds per sample: {_listed(tally.audios)}")
     # What packing and an epoch make of these lengths.
     _print_fill(report, console)
     epoch = report.epoch()

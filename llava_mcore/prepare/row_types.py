@@ -39,8 +39,8 @@ class Reason(StrEnum):
     NO_FRAMES = "video without frames"
     FRAME_SIZES = "frames of several sizes"
     NO_VIDEOS = "the model takes no videos"
-    NO_PICTURES = "the model takes no pictures"
-    NO_SOUNDS = "the model takes no sound"
+    NO_IMAGES = "the model takes no pictures"
+    NO_AUDIOS = "the model takes no sound"
     AUDIO_MISSING = "sound missing"
     AUDIO_REMOTE = "sound not on disk"
     AUDIO_BROKEN = "sound cannot be decoded"
@@ -122,7 +122,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ImageFile:
     """An encoded picture."""
 
     data: bytes
@@ -135,12 +135,12 @@ class Picture:
 class VideoFrames:
     """A video's frames, all of one size, and how many of them belong to a second (None: nobody says)."""
 
-    frames: tuple[Picture, ...]
+    frames: tuple[ImageFile, ...]
     fps: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class AudioFile:
     """An encoded sound."""
 
     data: bytes
@@ -155,7 +155,7 @@ class CheckedConversation:
     row: int
     """Number over all files of the source."""
     turns: tuple[Turn, ...]
-    pictures: tuple[Picture, ...]
+    images: tuple[ImageFile, ...]
     num_tokens: int | None
     tokens: Mapping[str, Any] | None
     """As in the json (see `stored_tokens`)."""
@@ -164,7 +164,7 @@ class CheckedConversation:
     typed: tuple[str, ...] = ()
     """Special tokens in the text of its turns."""
     videos: tuple[VideoFrames, ...] = ()
-    sounds: tuple[Recording, ...] = ()
+    audios: tuple[AudioFile, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`."""

@@ -109,12 +109,12 @@ def _totals(results: Sequence[Result]) -> Table:
         table.add_row("packs", *(f"{c.entries:,}" for c in counts))
     table.add_row("skipped", *(f"{c.skipped:,} ({c.skip_rate:.2%})" for c in counts))
     table.add_row("tokens", *(f"{c.tokens.total:,}" if c.tokens.count else "not counted" for c in counts))
-    if any(c.pictures for c in counts) or not any(c.sounds for c in counts):
-        table.add_row("pictures", *(f"{c.pictures:,}" for c in counts))
+    if any(c.images for c in counts) or not any(c.audios for c in counts):
+        table.add_row("pictures", *(f"{c.images:,}" for c in counts))
     if any(c.videos for c in counts):
         table.add_row("videos", *(f"{c.videos:,} ({c.frames:,} frames)" for c in counts))
-    if any(c.sounds for c in counts):
-        table.add_row("sounds", *(f"{c.sounds:,} ({c.sound_seconds / 3600:,.2f} h)" for c in counts))
+    if any(c.audios for c in counts):
+        table.add_row("sounds", *(f"{c.audios:,} ({c.audio_seconds / 3600:,.2f} h)" for c in counts))
     table.add_row("shards", *(f"{total:,} ({written:,} new)" for total, written in shards))
     table.add_row("size", *(_size(c.bytes) for c in counts))
     table.add_row("seconds", *(f"{s:,.1f}" for s in seconds))

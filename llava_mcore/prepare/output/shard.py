@@ -29,12 +29,12 @@ from llava_mcore.prepare.record_parts import place_marks
 from llava_mcore.prepare.row_types import (
     FILLED,
     THOUGHTLESS,
+    AudioFile,
     BadSample,
     CheckedConversation,
     Draft,
-    Picture,
+    ImageFile,
     Reason,
-    Recording,
     RowRange,
     Skipped,
     SourceRow,
@@ -133,12 +133,12 @@ class ShardMaker:
         _check_length(draft.turns, options.limits)
         self._require_media_to_be_taken(draft)
         # Media are read whole, so that a broken file skips the row here and not in training.
-        pictures = tuple(
+        images = tuple(
             read_image(image, file.folder, decode=options.check_images, limits=options.limits, resizing=self._resizing)
             for image in draft.images
         )
-        sounds = tuple(
-            read_audio(sound, file.folder, options.limits, decode=options.check_images) for sound in draft.audios
+        audios = tuple(
+            read_audio(audio, file.folder, options.limits, decode=options.check_images) for audio in draft.audios
         )
         videos = tuple(
             read_video(
@@ -151,22 +151,22 @@ class ShardMaker:
             )
             for video in draft.videos
         )
-        _check_amount(pictures, videos, sounds, options.limits)
+        _check_amount(images, videos, audios, options.limits)
         # Tokens are counted as in training, with the same functions.
-        num_tokens, text = _tokens(self._assets, _as_trained(draft, pictures, videos, sounds))
+        num_tokens, text = _tokens(self._assets, _as_trained(draft, images, videos, audios))
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
         return CheckedConversation(
             index,
             draft.turns,
-            pictures,
+            images,
             num_tokens,
             self._stored(draft, text),
             source,
             () if text is None else text.typed,
             videos,
-            sounds,
+            audios,
             draft.tools,
             self._notes(draft, text),
         )
@@ -186,9 +186,9 @@ class ShardMaker:
         """Raise BadSample for media that training would refuse, before any file is read."""
         refused = {} if self._assets is None else self._assets.refused
         for mark, media, reason in (
-            (IMAGE_MARK, draft.images, Reason.NO_PICTURES),
+            (IMAGE_MARK, draft.images, Reason.NO_IMAGES),
             (VIDEO_MARK, draft.videos, Reason.NO_VIDEOS),
-            (AUDIO_MARK, draft.audios, Reason.NO_SOUNDS),
+            (AUDIO_MARK, draft.audios, Reason.NO_AUDIOS),
         ):
             if media and mark in refused:
                 raise BadSample(reason, refused[mark])
@@ -208,27 +208,27 @@ def _check_length(turns: Sequence[Turn], limits: Limits) -> None:
 
 
 def _check_amount(
-    pictures: Sequence[Picture], videos: Sequence[VideoFrames], sounds: Sequence[Recording], limits: Limits
+    images: Sequence[ImageFile], videos: Sequence[VideoFrames], audios: Sequence[AudioFile], limits: Limits
 ) -> None:
     """Raise BadSample for more frames or bytes than a sample may have."""
     frames = [frame for video in videos for frame in video.frames]
     if len(frames) > limits.frames:
         raise BadSample(Reason.TOO_LARGE, f"{len(frames)} frames; the limit is {limits.frames} (--max-frames)")
-    files = [*(picture.data for picture in (*pictures, *frames)), *(sound.data for sound in sounds)]
+    files = [*(image.data for image in (*images, *frames)), *(audio.data for audio in audios)]
     if sum(map(len, files)) > limits.sample_bytes:
-        raise too_large("pictures and sounds" if sounds else "pictures", limits.sample_bytes)
+        raise too_large("pictures and sounds" if audios else "pictures", limits.sample_bytes)
 
 
 def _as_trained(
-    draft: Draft, pictures: Sequence[Picture], videos: Sequence[VideoFrames], sounds: Sequence[Recording]
+    draft: Draft, images: Sequence[ImageFile], videos: Sequence[VideoFrames], audios: Sequence[AudioFile]
 ) -> samples.Conversation:
     """Return the conversation as training reads it."""
     clips = [Video(tuple(frame.data for frame in video.frames), video.fps) for video in videos]
     return samples.Conversation(
         draft.turns,
-        tuple(picture.data for picture in pictures),
+        tuple(image.data for image in images),
         videos=tuple(clips),
-        audios=tuple(Audio(sound.data) for sound in sounds),
+        audios=tuple(Audio(audio.data) for audio in audios),
         tools=draft.tools,
     )
 

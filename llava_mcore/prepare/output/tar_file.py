@@ -15,7 +15,7 @@ from llava_mcore.data.encode.messages import message_of
 from llava_mcore.data.encode.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encode.tokens import TOKENS_KEY
 from llava_mcore.files.atomic import move
-from llava_mcore.prepare.row_types import CheckedConversation, Picture, Recording
+from llava_mcore.prepare.row_types import AudioFile, CheckedConversation, ImageFile
 
 
 class ShardWriter:
@@ -68,22 +68,22 @@ class ShardWriter:
     def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[CheckedConversation]) -> None:
         """Write the json, the pictures, the frames numbered after them, and the sounds numbered by themselves."""
         key = f"{row:09d}"
-        pictures = [picture for conversation in conversations for picture in conversation.pictures]
+        images = [image for conversation in conversations for image in conversation.images]
         videos = list[dict[str, Any]]()
         for video in (video for conversation in conversations for video in conversation.videos):
-            names = [_part(index, frame) for index, frame in enumerate(video.frames, start=len(pictures))]
+            names = [_part(index, frame) for index, frame in enumerate(video.frames, start=len(images))]
             videos.append({FRAMES_KEY: names} | ({} if video.fps is None else {FPS_KEY: video.fps}))
-            pictures += video.frames
+            images += video.frames
         if videos:
             content = content | {VIDEOS_KEY: videos}
-        sounds = [sound for conversation in conversations for sound in conversation.sounds]
-        if sounds:
-            content = content | {AUDIOS_KEY: [_part(index, sound) for index, sound in enumerate(sounds)]}
+        audios = [audio for conversation in conversations for audio in conversation.audios]
+        if audios:
+            content = content | {AUDIOS_KEY: [_part(index, audio) for index, audio in enumerate(audios)]}
         self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
-        for index, picture in enumerate(pictures):
-            self._add_file(f"{key}.{_part(index, picture)}", picture.data)
-        for index, sound in enumerate(sounds):
-            self._add_file(f"{key}.{_part(index, sound)}", sound.data)
+        for index, image in enumerate(images):
+            self._add_file(f"{key}.{_part(index, image)}", image.data)
+        for index, audio in enumerate(audios):
+            self._add_file(f"{key}.{_part(index, audio)}", audio.data)
         self.num_entries += 1
 
     def _add_file(self, name: str, data: bytes) -> None:
@@ -92,7 +92,7 @@ class ShardWriter:
         self._tar.addfile(member, BytesIO(data))
 
 
-def _part(index: int, item: Picture | Recording) -> str:
+def _part(index: int, item: ImageFile | AudioFile) -> str:
     """Return the name of a part."""
     return f"{index}.{item.extension}"
 
@@ -105,8 +105,8 @@ def about(conversation: CheckedConversation) -> dict[str, Any]:
     if conversation.num_tokens is not None:
         content["num_tokens"] = conversation.num_tokens
         content[TOKENS_KEY] = conversation.tokens
-    content["image_sizes"] = [list(picture.size) for picture in conversation.pictures]
-    if conversation.sounds:
-        content["audio_seconds"] = [round(sound.seconds, 3) for sound in conversation.sounds]
+    content["image_sizes"] = [list(image.size) for image in conversation.images]
+    if conversation.audios:
+        content["audio_seconds"] = [round(audio.seconds, 3) for audio in conversation.audios]
     content["source"] = dict(conversation.source)
     return content

@@ -109,7 +109,7 @@ def test_every_kind_is_skipped_with_its_reason(place: Path) -> None:
     assert result.counts.reasons.total() == len(BAD) == result.counts.skipped
     assert result.counts.reasons[Reason.ROLE_ORDER.value] == 5
     assert result.counts.roles == {"'narrator'": 1, "None": 1}
-    assert result.counts.conversations == len(BAD) == result.counts.pictures
+    assert result.counts.conversations == len(BAD) == result.counts.images
 
 
 def test_a_broken_row_of_a_list_is_skipped_too(place: Path) -> None:

@@ -15,17 +15,20 @@ from llava_mcore.data.encode.messages import message_of
 from llava_mcore.data.encode.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encode.tokens import TOKENS_KEY
 from llava_mcore.files.atomic import move
+from llava_mcore.prepare.output.shard_index import PartOffset, ShardIndex, rows_name
 from llava_mcore.prepare.row_types import AudioFile, CheckedConversation, ImageFile
 
 
 class ShardWriter:
-    """Writes to a temporary file; `finish` renames it, and replaces an existing file."""
+    """Writes to a temporary file; `finish` renames it, and replaces an existing file. Its index is written with it."""
 
     def __init__(self, temporary: Path, final: Path) -> None:
+        """temporary: in the folder's scratch, where the rows of its index are written too (`shard_index`)."""
         self._temporary, self._final = temporary, final
         self._file = temporary.open("wb")
         self._sha = hashlib.sha256()
         self._tar = tarfile.TarFile(fileobj=self, mode="w", format=tarfile.USTAR_FORMAT)  # type: ignore[arg-type]
+        self._index = ShardIndex()
         self.num_entries = 0
         self.num_bytes = 0
 
@@ -45,11 +48,15 @@ class ShardWriter:
         self._add_entry(conversations[0].row, {"pack": [about(c) for c in conversations]}, conversations)
 
     def finish(self) -> str:
-        """Close the file, flush it to disk and rename it. Returns its SHA-256."""
+        """Close the file, flush it to disk, write its index and rename it. Returns its SHA-256."""
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        # The index comes first, since a shard with its name is finished.
+        name = self._final.name
+        partial = self._temporary.with_name(f"{name}.idx.{os.getpid()}.part")
+        self._index.write(partial, self._final.with_name(f"{name}.idx"), partial.with_name(rows_name(name)))
         move(self._temporary, self._final)
         return self._sha.hexdigest()
 
@@ -79,17 +86,21 @@ class ShardWriter:
         audios = [audio for conversation in conversations for audio in conversation.audios]
         if audios:
             content = content | {AUDIOS_KEY: [_part(index, audio) for index, audio in enumerate(audios)]}
-        self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+        self._index.begin_sample(key, self.num_bytes)
+        self._add_part(key, "json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
         for index, image in enumerate(images):
-            self._add_file(f"{key}.{_part(index, image)}", image.data)
+            self._add_part(key, _part(index, image), image.data)
         for index, audio in enumerate(audios):
-            self._add_file(f"{key}.{_part(index, audio)}", audio.data)
+            self._add_part(key, _part(index, audio), audio.data)
         self.num_entries += 1
 
-    def _add_file(self, name: str, data: bytes) -> None:
-        member = tarfile.TarInfo(name)  # owner 0, time 0: independent of machine and date
+    def _add_part(self, key: str, part: str, data: bytes) -> None:
+        member = tarfile.TarInfo(f"{key}.{part}")  # owner 0, time 0: independent of machine and date
         member.size, member.mode = len(data), 0o444
         self._tar.addfile(member, BytesIO(data))
+        # Contents are padded to whole blocks.
+        start = self.num_bytes - -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        self._index.add_part(PartOffset(part, start, len(data)), self.num_bytes)
 
 
 def _part(index: int, item: ImageFile | AudioFile) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from llava_mcore.check_data.tally import DatasetTally, Tally, bins, expected_fill, fitting, quantile
+from llava_mcore.errors import counted
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 OF_PATCHES = ("p50", "p99", "max")
@@ -50,15 +51,20 @@ class DataReport:
             reasons.append("the dataset is not as it was prepared, or cannot be opened")
         fatal = sum(group.count for group in tally.problems("stop"))
         if fatal:
-            reasons.append(f"{fatal} samples that would end training")
+            reasons.append(f"{counted(fatal, 'sample')} that would end training")
         if tally.num_looked_at and tally.num_left_out >= tally.num_seen:
             reasons.append("no sample can be used")
         elif self.skip_rate > self.max_skip_rate:
             reasons.append(
-                f"{tally.num_left_out} of {tally.num_seen} samples would be left out, more than --max-skip-rate "
-                f"{self.max_skip_rate:g}"
+                f"{tally.num_left_out} of {counted(tally.num_seen, 'sample')} would be left out, more than "
+                f"--max-skip-rate {self.max_skip_rate:g}"
             )
         return reasons
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all datasets together."""
+        return sum(data.num_samples for data in self.tally.datasets)
 
     @cached_property
     def fill(self) -> float | None:

@@ -83,10 +83,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--samples-per-shard",
         type=positive,
-        default=1000,
         metavar="N",
-        help="rows per tar file; --val-ratio counts these files (default 1000)",
+        help="rows per tar file; --val-ratio counts these files (default 1000, or fewer for --val-ratio of few rows)",
     )
+    p.add_argument("--shuffle-seed", type=int, default=0, metavar="N", help="seed of the order of rows (default 0)")
+    p.add_argument("--keep-order", action="store_true", help="do not shuffle: rows keep the order of the sources")
     p.add_argument(
         "--val-ratio",
         type=_ratio,
@@ -143,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
     options = Options(
         rows_per_shard=args.samples_per_shard,
         val_ratio=args.val_ratio,
+        shuffle_seed=None if args.keep_order else args.shuffle_seed,
         counting=_counting(args),
         pack_to=args.pack_to,
         check_images=args.check_images,
@@ -205,6 +207,8 @@ def _check(args: argparse.Namespace) -> None:
     needing = {"--pack-to": args.pack_to, "--chat-template": args.chat_template, "--lang": args.lang}
     if args.tokenizer_load_dir is None:
         errors += [f"{flag} needs --tokenizer-load-dir" for flag, value in needing.items() if value is not None]
+    if args.keep_order and args.shuffle_seed != parser().get_default("shuffle_seed"):
+        errors.append("--keep-order and --shuffle-seed: choose one of them")
     if args.num_workers < 0:
         errors.append(f"--num-workers is {args.num_workers}; use 0 for this process, or a number of processes")
     if errors:

@@ -115,7 +115,7 @@ class Journal:
             if report.name is not None:
                 (self.folder / report.name).unlink(missing_ok=True)
                 (self.folder / f"{report.name}.idx").unlink(missing_ok=True)
-        for notes in self.scratch.glob(rows_name("*")):
+        for notes in (*self.scratch.glob(rows_name("*")), *self.scratch.glob("*.arrow")):
             notes.unlink()
         self._offsets = {}
         self._lines.unlink()

@@ -98,6 +98,14 @@ class RowRange:
 
 
 @dataclass(frozen=True, slots=True)
+class ShuffledRows:
+    """Rows at consecutive positions of a shuffled source (`shuffle.ShuffledOrder`)."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRow:
     """A row of a source, or why it cannot be read."""
 

@@ -33,7 +33,7 @@ from megatron.energon.typed_converter import to_json_object
 from llava_mcore.compat.energon.index_rows import rows_of_shard
 from llava_mcore.data.encode.tokens import ORIGIN_FILE
 from llava_mcore.data.storage.dataset_path import META, SCRATCH
-from llava_mcore.errors import DataError
+from llava_mcore.errors import DataError, counted
 from llava_mcore.files.atomic import move, sync, sync_tree
 from llava_mcore.prepare.counts import ShardReport
 from llava_mcore.prepare.output.shard_index import rows_name, samples_of
@@ -96,7 +96,9 @@ def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]
     """
     num_val = max(1, round(len(names) * val_ratio)) if val_ratio else 0
     if num_val >= len(names):
-        raise DataError(f"{len(names)} shards cannot be split by --val-ratio {val_ratio}; lower --samples-per-shard")
+        raise DataError(
+            f"{counted(len(names), 'shard')} cannot be split by --val-ratio {val_ratio}; lower --samples-per-shard"
+        )
     val = set(random.Random(0).sample(list(names), num_val))
     return {"train": [n for n in names if n not in val], "val": [n for n in names if n in val], "test": []}
 
@@ -138,8 +140,8 @@ def _checked(rows: Iterable[Any], folder: Path, report: ShardReport) -> Iterator
             yield row
     if num_entries != report.counts.entries:
         raise DataError(
-            f"{folder / str(report.name)} has {num_entries} samples, but {report.counts.entries} were written; they "
-            "have been changed: remove the shard and run the same command again"
+            f"{folder / str(report.name)} has {counted(num_entries, 'sample')}, but {report.counts.entries} "
+            "were written; they have been changed: remove the shard and run the same command again"
         )
 
 

@@ -36,11 +36,13 @@ from llava_mcore.prepare.row_types import (
     ImageFile,
     Reason,
     RowRange,
+    ShuffledRows,
     Skipped,
     SourceRow,
     VideoFrames,
 )
-from llava_mcore.prepare.shard_plan import Options
+from llava_mcore.prepare.shard_plan import Options, Rows
+from llava_mcore.prepare.shuffle import ShuffledOrder
 from llava_mcore.prepare.sources.base import SourceFile
 from llava_mcore.prepare.sources.detect import Opening
 from llava_mcore.prepare.sources.lines import too_large
@@ -59,6 +61,8 @@ class ShardSetup:
     """Folder of finished shards."""
     scratch: Path
     """Folder of unfinished shards, on the same file system."""
+    order: ShuffledOrder | None = None
+    """Where shuffled rows are."""
 
 
 class ShardMaker:
@@ -71,7 +75,7 @@ class ShardMaker:
         self._resizing = resizing_for(assets)
         self._on_row = on_row
 
-    def make(self, shard: int, segments: Sequence[RowRange]) -> ShardReport:
+    def make(self, shard: int, segments: Sequence[Rows]) -> ShardReport:
         """Write a shard and return its report; rows that cannot become samples are skipped.
 
         Raises DataError if the source can no longer be read, OSError if the shard cannot be written.
@@ -92,10 +96,10 @@ class ShardMaker:
         return ShardReport(shard, name if sha256 else None, sha256, counts, tuple(skipped))
 
     def _conversations(
-        self, segments: Sequence[RowRange], counts: PrepareCounts, skipped: list[Skipped]
+        self, segments: Sequence[Rows], counts: PrepareCounts, skipped: list[Skipped]
     ) -> Iterator[CheckedConversation]:
         """Yield the good rows as conversations, counted; the others go to `skipped`."""
-        for segment in segments:
+        for segment in self._ranges(segments):
             file = self._setup.files[segment.file]
             for row in file.read(segment):
                 self._on_row()
@@ -114,6 +118,14 @@ class ShardMaker:
                 else:
                     counts.add(conversation)
                     yield conversation
+
+    def _ranges(self, segments: Sequence[Rows]) -> Iterator[RowRange]:
+        for segment in segments:
+            if isinstance(segment, ShuffledRows):
+                assert self._setup.order is not None
+                yield from self._setup.order.rows(segment)
+            else:
+                yield segment
 
     def _draft(self, row: SourceRow, counts: PrepareCounts) -> Draft:
         """Return the parsed row. Keys that nothing reads are counted, also if the row is skipped later."""

@@ -191,7 +191,7 @@ def test_too_many_skipped_rows_end_it(place: Path, capsys: pytest.CaptureFixture
     command = ["prepare", str(source), "--out", str(place / "out"), "--num-workers", "0"]
     assert main(command) == 2
     told = capsys.readouterr().err
-    assert "2 of 32 rows were skipped (6.25%, --max-skip-rate is 1.00%)" in told
+    assert "2 of 32 rows skipped (6.25%, --max-skip-rate is 1.00%)" in told
     assert "rows.jsonl, row 30 (bad): no assistant turn" in told and "gone.jpg" in told
     with pytest.raises(DataError, match="has not completed it"):
         check_dataset(place / "out")

@@ -37,6 +37,8 @@ class DataReport:
     tally: Tally
     own_text_warning: str | None = None
     """`ChatText.own_text_warning`"""
+    has_pairs: bool = False
+    """Samples are preference pairs: nothing trains on them, however good they are."""
 
     @property
     def skip_rate(self) -> float:
@@ -110,7 +112,8 @@ class DataReport:
             # The verdict first; the rest explains it.
             "data_path": self.data_path,
             "tokenizer_dir": self.tokenizer_dir,
-            "train": not self.reasons_not_to_train,
+            "train": not self.reasons_not_to_train and not self.has_pairs,
+            "preference_pairs": self.has_pairs,
             "reasons_not_to_train": self.reasons_not_to_train,
             "full": self.full,
             "looked_at": tally.num_looked_at,

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from llava_mcore.check_data.report import NUM_BINS, DataReport
 from llava_mcore.check_data.tally import Group, bins
+from llava_mcore.data.storage.dataset_path import NO_TRAINING_ON_PAIRS
 from llava_mcore.errors import counted
 from llava_mcore.media.media import DEFAULT_FPS
 
@@ -160,4 +161,7 @@ def _print_verdict(report: DataReport, console: Console) -> None:
         if tally.num_left_out
         else "all well"
     )
-    _line(console, f"train: {skipped}", style="bold green")
+    if report.has_pairs:
+        _line(console, f"preference pairs: {skipped}; {NO_TRAINING_ON_PAIRS}", style="bold green")
+    else:
+        _line(console, f"train: {skipped}", style="bold green")

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from llava_mcore.check_data.examiner import Finding
+from llava_mcore.check_data.finding import Finding
 from llava_mcore.data.loader.packing import LEVELS, PatchBudget, levels_of, online_fill
 
 EXAMPLES = 3

@@ -114,6 +114,8 @@ class PrepareCounts:
             self.sides.add(max(image.size))
         if conversation.num_tokens is not None:
             self.tokens.add(conversation.num_tokens)
+        if conversation.rejected is not None and conversation.rejected.num_tokens is not None:
+            self.tokens.add(conversation.rejected.num_tokens)
 
     def merge(self, other: PrepareCounts) -> None:
         """Add another one's counts."""

@@ -154,7 +154,14 @@ def _finish(
     elif not (folder / MANIFEST).is_file() or not (folder / META).is_dir():
         progress.begin("indexing shards", num_shards)
         origin = None if assets is None else origin_of(assets.chat.fingerprint, assets.pixel_ranges)
-        write_meta(folder, reports, val_ratio=options.val_ratio, origin=origin, on_shard=lambda: progress.advance(1))
+        write_meta(
+            folder,
+            reports,
+            val_ratio=options.val_ratio,
+            origin=origin,
+            has_pairs=plan.how.keys.pairs,
+            on_shard=lambda: progress.advance(1),
+        )
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
         for copy in (*journal.scratch.glob("*.arrow"), journal.scratch / OFFSETS):
             copy.unlink(missing_ok=True)

@@ -25,6 +25,8 @@ class Reason(StrEnum):
     NO_ANSWER = "no assistant turn"
     EMPTY_QUESTION = "empty question"
     EMPTY_ANSWER = "empty answer"
+    PAIR = "preference pair"
+    SAME_ANSWERS = "chosen and rejected answers are the same"
     NOTHING_TRAINED = "no answer is trained"
     KEY = "a field that cannot be honored"
     DIFFERENT = "two fields that differ"
@@ -157,6 +159,15 @@ class AudioFile:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherAnswer:
+    """The conversation with the rejected answer of a preference pair, about the same pictures, videos and sounds."""
+
+    turns: tuple[Turn, ...]
+    num_tokens: int | None
+    tokens: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedConversation:
     """A checked conversation, ready to be written."""
 
@@ -176,6 +187,8 @@ class CheckedConversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`."""
+    rejected: OtherAnswer | None = None
+    """In a preference pair, what these turns are preferred to."""
 
 
 FRAMES_FORM = 'frames of one video are a list of their own: [["1.jpg", "2.jpg"]], or {"frames": ["1.jpg", "2.jpg"]}'

@@ -227,6 +227,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--question-key": how.keys.question,
         "--answer-key": how.keys.answer,
         "--captions": how.keys.captions,
+        "--preference-pairs": how.keys.pairs or None,
         "--frames-fps": how.frames_fps,
         "--samples-per-shard": options.rows_per_shard,
         "--val-ratio": options.val_ratio,

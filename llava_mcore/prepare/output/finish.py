@@ -31,8 +31,9 @@ from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, Webdatas
 from megatron.energon.typed_converter import to_json_object
 
 from llava_mcore.compat.energon.index_rows import rows_of_shard
+from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED
 from llava_mcore.data.encode.tokens import ORIGIN_FILE
-from llava_mcore.data.storage.dataset_path import META, SCRATCH
+from llava_mcore.data.storage.dataset_path import META, PAIRS_FILE, SCRATCH
 from llava_mcore.errors import DataError, counted
 from llava_mcore.files.atomic import move, sync, sync_tree
 from llava_mcore.prepare.counts import ShardReport
@@ -54,11 +55,13 @@ def write_meta(
     *,
     val_ratio: float,
     origin: Mapping[str, Any] | None = None,
+    has_pairs: bool = False,
     on_shard: Callable[[], None] = lambda: None,
 ) -> None:
     """Index the shards and write .nv-meta atomically, after everything else is on the disk.
 
-    `origin` describes the stored tokens (`stored_tokens.origin_of`); None if there are none.
+    `origin` describes the stored tokens (`stored_tokens.origin_of`); None if there are none. `has_pairs`: samples are
+    preference pairs, which training does not take.
 
     Raises DataError if a shard differs from what was written, or there are too few for a validation split.
     """
@@ -81,6 +84,8 @@ def write_meta(
     _write_yaml(meta / "dataset.yaml", DATASET)
     if origin is not None:
         (meta / ORIGIN_FILE).write_text(json.dumps(origin), encoding="utf-8")
+    if has_pairs:
+        (meta / PAIRS_FILE).write_text(f"Each sample has a {CHOSEN} and a {REJECTED} answer.\n", encoding="utf-8")
     shutil.rmtree(folder / META, ignore_errors=True)
     sync_tree(meta)
     move(meta, folder / META)

@@ -6,17 +6,18 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
 from llava_mcore.data.encode.messages import message_of
+from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED
 from llava_mcore.data.encode.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encode.tokens import TOKENS_KEY
 from llava_mcore.files.atomic import move
 from llava_mcore.prepare.output.shard_index import PartOffset, ShardIndex, rows_name
-from llava_mcore.prepare.row_types import AudioFile, CheckedConversation, ImageFile
+from llava_mcore.prepare.row_types import AudioFile, CheckedConversation, ImageFile, OtherAnswer
 
 
 class ShardWriter:
@@ -110,14 +111,22 @@ def _part(index: int, item: ImageFile | AudioFile) -> str:
 
 def about(conversation: CheckedConversation) -> dict[str, Any]:
     """Return the json part of a conversation, but for what it says of videos and of all sounds."""
-    content: dict[str, Any] = {"messages": [message_of(turn) for turn in conversation.turns]}
-    if conversation.tools:
-        content["tools"] = [dict(tool) for tool in conversation.tools]
-    if conversation.num_tokens is not None:
-        content["num_tokens"] = conversation.num_tokens
-        content[TOKENS_KEY] = conversation.tokens
+    content = _answered(conversation, conversation.tools)
+    if conversation.rejected is not None:
+        content = {CHOSEN: content, REJECTED: _answered(conversation.rejected, conversation.tools)}
     content["image_sizes"] = [list(image.size) for image in conversation.images]
     if conversation.audios:
         content["audio_seconds"] = [round(audio.seconds, 3) for audio in conversation.audios]
     content["source"] = dict(conversation.source)
+    return content
+
+
+def _answered(answer: CheckedConversation | OtherAnswer, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the turns of a conversation, and their tokens."""
+    content: dict[str, Any] = {"messages": [message_of(turn) for turn in answer.turns]}
+    if tools:
+        content["tools"] = [dict(tool) for tool in tools]
+    if answer.num_tokens is not None:
+        content["num_tokens"] = answer.num_tokens
+        content[TOKENS_KEY] = answer.tokens
     return content

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llava_mcore.check_data.finding import Finding
 
-from llava_mcore.check_data.examiner import Examiner, Finding
+from llava_mcore.check_data.examiner import Examiner
 from llava_mcore.check_data.scan import choose, scan
 from llava_mcore.check_data.show import conversation_text
 from llava_mcore.cli.check import main
@@ -148,7 +149,7 @@ def test_killed_process_is_reported(dataset: Path, assets: Assets, monkeypatch: 
 
 def test_shown_conversation_marks_what_is_learnt(dataset: Path, assets: Assets) -> None:
     examiner = Examiner(dataset, assets, seq_length=128)
-    tokens = examiner.conversation(examiner.examine(0, 16))
+    tokens = examiner.conversations(examiner.examine(0, 16))[0]
     text = conversation_text(tokens, assets, colored=False).plain
     assert re.findall("«(.*?)»", text, re.DOTALL) == [" Both are gray ramps.</s>", " 漢字 too.</s>"]
     mark = "<image \N{MULTIPLICATION SIGN}16>"

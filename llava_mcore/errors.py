@@ -96,3 +96,8 @@ def _line_of_ours(error: OSError) -> str:
     frames = [x for x in traceback.extract_tb(error.__traceback__) if Path(x.filename).is_relative_to(package)]
     line = f" (llava_mcore/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})" if frames else ""
     return f"standard output or a file{line}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things, as "1 row" or "2,000 rows"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

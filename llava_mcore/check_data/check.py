@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.energon.epathlib import EPath
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llava_mcore.check_data.examiner import Examiner, Finding
+from llava_mcore.check_data.examiner import Examiner
+from llava_mcore.check_data.finding import Finding
 from llava_mcore.check_data.remarks import remarks_on
 from llava_mcore.check_data.report import DataReport
 from llava_mcore.check_data.scan import Task, choose, find, scan
@@ -24,7 +26,7 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
 from llava_mcore.data.loader.datasets import Dataset
 from llava_mcore.data.samples import TokenConversation
-from llava_mcore.data.storage.dataset_path import check_dataset
+from llava_mcore.data.storage.dataset_path import check_dataset, has_pairs
 from llava_mcore.errors import DataError
 
 DEFAULTS = DataConfig()
@@ -79,8 +81,9 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
     # Problems of the files are reported together with those of the samples that can be read.
     stop: list[str] = []
     examiner = None
+    paired = False
     try:
-        check_dataset(check.data_path)
+        paired = any(map(_has_pairs, check_dataset(check.data_path, takes_pairs=True)))
     except DataError as error:
         stop.append(str(error))
     try:
@@ -114,8 +117,13 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
         remarks=(*_remarks(datasets), *warnings_of_large_media(data, assets)),
         tally=tally,
         own_text_warning=assets.chat.own_text_warning,
+        has_pairs=paired,
     )
     return report, examiner
+
+
+def _has_pairs(dataset: Path | EPath) -> bool:
+    return has_pairs(dataset if isinstance(dataset, EPath) else EPath(dataset))
 
 
 def _remarks(datasets: Sequence[Dataset]) -> list[str]:
@@ -144,12 +152,14 @@ def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, check: DataCh
 
 def _show(examiner: Examiner, report: DataReport, assets: Assets, console: Console) -> None:
     for finding in report.tally.examples:
-        _show_conversation(finding, examiner.conversation(finding), assets, console)
+        shown = examiner.conversations(finding)
+        for tokens in shown if report.has_pairs else shown[:1]:
+            _show_conversation(finding, tokens, assets, console)
 
 
 def _show_one(check: DataCheck, key: str, assets: Assets, console: Console) -> int:
     """Print every conversation of one sample; returns 0 if training uses it, else 2."""
-    check_dataset(check.data_path)
+    check_dataset(check.data_path, takes_pairs=True)
     seq_length, max_patches = check.seq_length, check.max_media_tokens
     examiner = Examiner(check.data_path, assets, seq_length=seq_length, max_media_tokens=max_patches)
     finding = examiner.examine(*find(examiner.datasets, key))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from megatron.energon import SkipSample
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
+from llava_mcore.check_data.finding import Finding
+from llava_mcore.check_data.pairs import as_one, sides_of
 from llava_mcore.check_data.unused import unused_keys
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.config.sections.training import TrainingConfig
@@ -24,48 +27,11 @@ from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.samples import Audio, ChatSample, EncodedSample, TokenConversation, TokenSample, Video
 from llava_mcore.errors import DataError
 
-Status = Literal["used", "left out", "stop", "excluded"]
-
 SEED: int = TrainingConfig.model_fields["seed"].default
 """Seed for the prompts of data without questions, the default of training."""
 BOUNDLESS = 2**40
 READ_ERRORS = (OSError, ValueError, tarfile.TarError)
 """Errors of reading a shard, which end training: later samples would be wrong as well."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result for one sample."""
-
-    dataset: int
-    index: int
-    shard: str
-    key: str
-    status: Status = "used"
-    """stop: training would end; excluded: split.yaml excludes the sample."""
-    reasons: tuple[str, ...] = ()
-    """Why the sample, or conversations of a pack, are skipped, or why training would end."""
-    remarks: tuple[str, ...] = ()
-    num_conversations: int = 1
-    num_tokens: int = 0
-    """Media included; 0 if it could not be tokenized."""
-    num_patches: int = 0
-    """Patches of its pictures, frames and sounds (`MediaPlan.unit`)."""
-    num_trained: int = 0
-    num_images: int = 0
-    num_frames: tuple[int, ...] = ()
-    """Frames of each video."""
-    num_sounds: int = 0
-    num_without_fps: int = 0
-    """Videos whose fps is assumed; 0 if the model's tokens and positions do not depend on it."""
-    unused: tuple[str, ...] = ()
-    """Keys of the json that nothing reads."""
-
-    @property
-    def kind(self) -> tuple[int, ...]:
-        """Whether it has one or several conversations, and no, one or several pictures, videos and sounds."""
-        counts = (self.num_images, len(self.num_frames), self.num_sounds)
-        return (min(self.num_conversations, 2), *(min(count, 2) for count in counts))
 
 
 class Examiner:
@@ -105,29 +71,38 @@ class Examiner:
                 blank, status="stop", reasons=(f"the shard cannot be read: {type(error).__name__}: {error}",)
             )
         skipped = tuple(skip.reason for skip in self._skips.take())
-        if finding.status == "left out" and not skipped:
+        if finding.status == "left out" and not skipped and not finding.reasons:
             return replace(finding, key=self._key, status="excluded")
         return replace(finding, key=self._key, reasons=finding.reasons + skipped)
-
-    def conversation(self, finding: Finding) -> TokenConversation:
-        """Return the first conversation of a sample that was examined before and can be used."""
-        return self.conversations(finding)[0]
 
     def conversations(self, finding: Finding) -> Sequence[TokenConversation]:
         """Return the conversations of a sample that was examined before and can be used."""
         data = self.datasets[finding.dataset]
         parts = data.raw(finding.index)
         assert parts is not None, "it was read before"
-        return self._encoder.preencode_sample(data.chat(data.decode(parts))).conversations
+        sides = sides_of(data.decode(parts)).values()
+        return [c for side in sides for c in self._encoder.preencode_sample(data.chat(side)).conversations]
 
     def _follow(self, data: Dataset, blank: Finding) -> Finding:
-        # The steps of training. A sample that one of them refuses is left out there too.
         parts = data.raw(blank.index)
         if parts is None:
             return replace(blank, status="left out")
         self._key = parts.data[0]["__key__"]
         try:
-            raw = data.decode(parts)
+            sides = sides_of(data.decode(parts))
+        except (*DATA_ERRORS, DataError) as error:
+            self._skips(error, parts, None)
+            return replace(blank, status="left out")
+        findings: dict[str, Finding] = {}
+        for name, side in sides.items():
+            finding = self._trained_on(data, side, parts, blank)
+            skipped = tuple(skip.reason for skip in self._skips.take())
+            findings[name] = replace(finding, reasons=(*finding.reasons, *skipped))
+        return as_one(findings)
+
+    def _trained_on(self, data: Dataset, raw: Any, parts: RawSampleData, blank: Finding) -> Finding:
+        # The steps of training. A sample that one of them refuses is left out there too.
+        try:
             chat = data.chat(raw)
             tokens = self._encoder.preencode_sample(chat)
             blank = _sized(blank, tokens)
@@ -155,7 +130,7 @@ class Examiner:
             num_conversations=len(chat.conversations),
             num_trained=sum(int(conversation.trained.sum()) for conversation in used),
             num_images=sum(isinstance(item.data, bytes) for conversation in used for item in conversation.media),
-            num_sounds=sum(isinstance(item.data, Audio) for conversation in used for item in conversation.media),
+            num_audios=sum(isinstance(item.data, Audio) for conversation in used for item in conversation.media),
             num_without_fps=sum(c.num_without_fps for c in used) if self.assets.plan.timed else 0,
             num_frames=tuple(len(item.data.frames) for c in used for item in c.media if isinstance(item.data, Video)),
         )

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from llava_mcore.check_data.tally import Tally, bins, expected_fill, fitting, quantile
+from llava_mcore.check_data.tally import DatasetTally, Tally, bins, expected_fill, fitting, quantile
+from llava_mcore.errors import counted
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 OF_PATCHES = ("p50", "p99", "max")
@@ -36,6 +37,8 @@ class DataReport:
     tally: Tally
     own_text_warning: str | None = None
     """`ChatText.own_text_warning`"""
+    has_pairs: bool = False
+    """Samples are preference pairs: nothing trains on them, however good they are."""
 
     @property
     def skip_rate(self) -> float:
@@ -50,15 +53,20 @@ class DataReport:
             reasons.append("the dataset is not as it was prepared, or cannot be opened")
         fatal = sum(group.count for group in tally.problems("stop"))
         if fatal:
-            reasons.append(f"{fatal} samples that would end training")
+            reasons.append(f"{counted(fatal, 'sample')} that would end training")
         if tally.num_looked_at and tally.num_left_out >= tally.num_seen:
             reasons.append("no sample can be used")
         elif self.skip_rate > self.max_skip_rate:
             reasons.append(
-                f"{tally.num_left_out} of {tally.num_seen} samples would be left out, more than --max-skip-rate "
-                f"{self.max_skip_rate:g}"
+                f"{tally.num_left_out} of {counted(tally.num_seen, 'sample')} would be left out, more than "
+                f"--max-skip-rate {self.max_skip_rate:g}"
             )
         return reasons
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all datasets together."""
+        return sum(data.num_samples for data in self.tally.datasets)
 
     @cached_property
     def fill(self) -> float | None:
@@ -86,7 +94,7 @@ class DataReport:
             "pictures": round(sum(r * one.per_sample(one.num_images) for one, r in weighted)),
             "videos": round(sum(r * one.per_sample(one.num_videos) for one, r in weighted)),
             "frames": round(sum(r * one.per_sample(one.num_frames) for one, r in weighted)),
-            "sounds": round(sum(r * one.per_sample(one.num_sounds) for one, r in weighted)),
+            "sounds": round(sum(r * one.per_sample(one.num_audios) for one, r in weighted)),
         }
 
     def quantiles(self) -> dict[str, int]:
@@ -104,7 +112,8 @@ class DataReport:
             # The verdict first; the rest explains it.
             "data_path": self.data_path,
             "tokenizer_dir": self.tokenizer_dir,
-            "train": not self.reasons_not_to_train,
+            "train": not self.reasons_not_to_train and not self.has_pairs,
+            "preference_pairs": self.has_pairs,
             "reasons_not_to_train": self.reasons_not_to_train,
             "full": self.full,
             "looked_at": tally.num_looked_at,
@@ -126,14 +135,19 @@ class DataReport:
             "frames_per_video": _by_number(tally.frames),
             "videos_without_fps": tally.num_without_fps,
             "unused_keys": dict(tally.unused.most_common()),
-            "sounds_per_sample": _by_number(tally.sounds),
+            "sounds_per_sample": _by_number(tally.audios),
             "epoch": self.epoch(),
             # Each dataset, and each problem with examples.
-            "datasets": [asdict(one) for one in tally.datasets],
+            "datasets": [_dataset_as_json(one) for one in tally.datasets],
             "stop": list(self.stop),
             "remarks": list(self.remarks),
             "groups": [asdict(g) for level in ("stop", "left out", "remark") for g in tally.problems(level)],
         }
+
+
+def _dataset_as_json(data: DatasetTally) -> dict[str, Any]:
+    """Return a dataset's counts by the names that the report has in files."""
+    return {"num_sounds" if name == "num_audios" else name: value for name, value in asdict(data).items()}
 
 
 def _by_number(counts: Counter[int]) -> dict[str, int]:

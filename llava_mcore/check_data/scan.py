@@ -14,7 +14,8 @@ from megatron.energon.flavors.webdataset.config import INDEX_SQLITE_FILENAME
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from llava_mcore.check_data.examiner import Examiner, Finding
+from llava_mcore.check_data.examiner import Examiner
+from llava_mcore.check_data.finding import Finding
 from llava_mcore.data.loader.datasets import Dataset
 from llava_mcore.data.loader.loader_process import loader_process_init
 from llava_mcore.data.storage.dataset_path import META

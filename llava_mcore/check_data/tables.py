@@ -9,6 +9,8 @@ from rich.table import Table
 
 from llava_mcore.check_data.report import NUM_BINS, DataReport
 from llava_mcore.check_data.tally import Group, bins
+from llava_mcore.data.storage.dataset_path import NO_TRAINING_ON_PAIRS
+from llava_mcore.errors import counted
 from llava_mcore.media.media import DEFAULT_FPS
 
 BAR = 40
@@ -37,12 +39,17 @@ def print_report(report: DataReport, console: Console) -> None:
             f"count as {DEFAULT_FPS:g} frames per second: prepare the data with --frames-fps",
         )
     if tally.unused:
-        names = ", ".join(f"{name} in {count} samples" for name, count in tally.unused.most_common(MOST_NAMES))
+        names = ", ".join(
+            f"{name} in {counted(count, 'sample')}" for name, count in tally.unused.most_common(MOST_NAMES)
+        )
         _line(console, f"note: not used: {names}")
     if report.own_text_warning is not None:
         _line(console, f"note: {report.own_text_warning}")
     if tally.num_packs:
-        _line(console, f"note: {tally.num_packs} samples were packed when they were written: train with --packing")
+        _line(
+            console,
+            f"note: {counted(tally.num_packs, 'sample')} packed when written: train with --packing",
+        )
     _print_verdict(report, console)
 
 
@@ -55,10 +62,8 @@ def _print_datasets(report: DataReport, console: Console) -> None:
     tally = report.tally
     looked = "every sample" if report.full else "a choice from every shard"
     rate = tally.num_looked_at / max(report.seconds, 1e-9)
-    _line(
-        console,
-        f"looked at {tally.num_looked_at} samples ({looked}) in {report.seconds:.1f} s, {rate:.0f} samples/s",
-    )
+    number = counted(tally.num_looked_at, "sample")
+    _line(console, f"looked at {number} ({looked}) in {report.seconds:.1f} s, {rate:.0f} samples/s")
     table = Table(box=None, pad_edge=False)
     table.add_column("dataset", overflow="fold")
     for name in ("share", "shards", "samples", "samples/shard", "looked at", "left out", "tokens/sample"):
@@ -94,13 +99,13 @@ def _print_lengths(report: DataReport, console: Console) -> None:
     if any(tally.patches):
         quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles_of_patches().items())
         _line(console, f"{report.unit} per sample (data.max_media_tokens): {quantiles}")
-    if any(tally.images) or not any(tally.sounds):
+    if any(tally.images) or not any(tally.audios):
         _line(console, f"pictures per sample: {_listed(tally.images) or 'none could be used'}")
     if tally.frames:
         _line(console, f"videos per sample: {_listed(tally.videos)}")
         _line(console, f"frames per video: {_listed(tally.frames)}")
-    if any(tally.sounds):
-        _line(console, f"sounds per sample: {_listed(tally.sounds)}")
+    if any(tally.audios):
+        _line(console, f"sounds per sample: {_listed(tally.audios)}")
     # What packing and an epoch make of these lengths.
     _print_fill(report, console)
     epoch = report.epoch()
@@ -113,15 +118,15 @@ def _print_lengths(report: DataReport, console: Console) -> None:
 
 
 def _print_fill(report: DataReport, console: Console) -> None:
-    if report.fill is None:
+    if report.fill is None or report.samples_per_pack is None:
         return
-    budget = report.max_media_tokens
-    _line(
-        console,
-        f"packs of --seq-length {report.seq_length}"
-        + (f" and --max-media-tokens {budget}" if budget is not None else "")
-        + f": {report.fill:.1%} full with --packing, about {report.samples_per_pack:.1f} samples each",
-    )
+    budget, num_samples = report.max_media_tokens, report.num_samples
+    if report.samples_per_pack > num_samples:
+        said = f"with --packing, one holds all {counted(num_samples, 'sample')}, and training repeats them"
+    else:
+        said = f"{report.fill:.1%} full with --packing, about {report.samples_per_pack:.1f} samples each"
+    limit = f" and --max-media-tokens {budget}" if budget is not None else ""
+    _line(console, f"packs of --seq-length {report.seq_length}{limit}: {said}")
 
 
 def _listed(counts: Counter[int]) -> str:
@@ -131,7 +136,7 @@ def _listed(counts: Counter[int]) -> str:
 def _epoch_in_words(epoch: dict[str, int]) -> str:
     """Videos and sounds are only mentioned where there are some."""
     said = {name: count for name, count in epoch.items() if count or name not in ("videos", "frames", "sounds")}
-    return ", ".join(f"{count:,} {name}" for name, count in said.items())
+    return ", ".join(f"{counted(count, name.removesuffix('s'))}" for name, count in said.items())
 
 
 def _print_group(group: Group, console: Console) -> None:
@@ -152,6 +157,11 @@ def _print_verdict(report: DataReport, console: Console) -> None:
         return
     tally = report.tally
     skipped = (
-        f"{tally.num_left_out} of {tally.num_seen} samples would be left out" if tally.num_left_out else "all well"
+        f"{tally.num_left_out} of {counted(tally.num_seen, 'sample')} would be left out"
+        if tally.num_left_out
+        else "all well"
     )
-    _line(console, f"train: {skipped}", style="bold green")
+    if report.has_pairs:
+        _line(console, f"preference pairs: {skipped}; {NO_TRAINING_ON_PAIRS}", style="bold green")
+    else:
+        _line(console, f"train: {skipped}", style="bold green")

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from llava_mcore.check_data.examiner import Finding
+from llava_mcore.check_data.finding import Finding
 from llava_mcore.data.loader.packing import LEVELS, PatchBudget, levels_of, online_fill
 
 EXAMPLES = 3
@@ -46,7 +46,7 @@ class DatasetTally:
     num_images: int = 0
     num_videos: int = 0
     num_frames: int = 0
-    num_sounds: int = 0
+    num_audios: int = 0
 
     @property
     def num_used(self) -> int:
@@ -78,7 +78,7 @@ class Tally:
     """Videos of a sample -> number of samples."""
     frames: Counter[int] = field(default_factory=Counter)
     """Frames of a video -> number of videos."""
-    sounds: Counter[int] = field(default_factory=Counter)
+    audios: Counter[int] = field(default_factory=Counter)
     """Sounds of a sample -> number of samples."""
     num_without_fps: int = 0
     """Videos whose fps is assumed."""
@@ -119,13 +119,13 @@ class Tally:
         self.videos[len(finding.num_frames)] += 1
         self.frames.update(finding.num_frames)
         self.num_without_fps += finding.num_without_fps
-        self.sounds[finding.num_sounds] += 1
+        self.audios[finding.num_audios] += 1
         self.unused.update(finding.unused)
         data.num_tokens += finding.num_tokens
         data.num_images += finding.num_images
         data.num_videos += len(finding.num_frames)
         data.num_frames += sum(finding.num_frames)
-        data.num_sounds += finding.num_sounds
+        data.num_audios += finding.num_audios
         if not finding.reasons and not finding.remarks:
             self._keep(finding, num_examples)
 

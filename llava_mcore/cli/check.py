@@ -177,6 +177,8 @@ def _check_data_flags(args: argparse.Namespace) -> None:
         lowest["show"] = 0
     wrong = [f"--{name.replace('_', '-')} must be at least {least}" for name, least in lowest.items()
              if vars(args)[name] < least]  # fmt: skip
+    if args.full and isinstance(args.show, str):
+        wrong.append(f"--full checks every sample, and --show {args.show} only that one: give one of them")
     if args.max_skip_rate > 1:
         wrong.append("--max-skip-rate is a fraction, from 0 to 1")
     if wrong:

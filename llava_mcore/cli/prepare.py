@@ -75,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--question-key", help="field with the question (default: question, instruction, …)")
     p.add_argument("--answer-key", help="field with the answer (default: answer, answers, …)")
     p.add_argument("--captions", action="store_true", help="there are no questions; the picture is the question")
+    p.add_argument(
+        "--preference-pairs", action="store_true", help="rows have a chosen and a rejected answer (docs/prepare.md)"
+    )
     # How samples are counted, packed and divided over shards.
     p.add_argument("--tokenizer-load-dir", type=Path, metavar="T", help="count tokens as in training with this folder")
     p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
@@ -83,10 +86,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--samples-per-shard",
         type=positive,
-        default=1000,
         metavar="N",
-        help="rows per tar file; --val-ratio counts these files (default 1000)",
+        help="rows per tar file; --val-ratio counts these files (default 1000, or fewer for --val-ratio of few rows)",
     )
+    p.add_argument("--shuffle-seed", type=int, default=0, metavar="N", help="seed of the order of rows (default 0)")
+    p.add_argument("--keep-order", action="store_true", help="do not shuffle: rows keep the order of the sources")
     p.add_argument(
         "--val-ratio",
         type=_ratio,
@@ -143,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
     options = Options(
         rows_per_shard=args.samples_per_shard,
         val_ratio=args.val_ratio,
+        shuffle_seed=None if args.keep_order else args.shuffle_seed,
         counting=_counting(args),
         pack_to=args.pack_to,
         check_images=args.check_images,
@@ -199,12 +204,16 @@ def _check(args: argparse.Namespace) -> None:
         errors.append(f"{listings[0]} lists sources, so it must be the only SRC; add the others to it")
     if listings:
         keys = ("image_key", "video_key", "audio_key", "question_key", "answer_key")
-        keys_of_sources = ("format", "image_dir", "source_split", *keys, "captions", "frames_fps")
+        keys_of_sources = ("format", "image_dir", "source_split", *keys, "captions", "preference_pairs", "frames_fps")
         set_anyway = [name for name in keys_of_sources if getattr(args, name) != parser().get_default(name)]
         errors += [f"--{name.replace('_', '-')} belongs to each source in {listings[0]}" for name in set_anyway]
     needing = {"--pack-to": args.pack_to, "--chat-template": args.chat_template, "--lang": args.lang}
     if args.tokenizer_load_dir is None:
         errors += [f"{flag} needs --tokenizer-load-dir" for flag, value in needing.items() if value is not None]
+    if args.preference_pairs and args.pack_to is not None:
+        errors.append("--pack-to packs conversations, not --preference-pairs")
+    if args.keep_order and args.shuffle_seed != parser().get_default("shuffle_seed"):
+        errors.append("--keep-order and --shuffle-seed: choose one of them")
     if args.num_workers < 0:
         errors.append(f"--num-workers is {args.num_workers}; use 0 for this process, or a number of processes")
     if errors:
@@ -216,7 +225,8 @@ def _prepare_one(args: argparse.Namespace, options: Options, console: Console) -
     from llava_mcore.prepare.shard_plan import SourcePaths
     from llava_mcore.prepare.sources.detect import Opening
 
-    keys = Keys(args.image_key, args.question_key, args.answer_key, args.captions, args.video_key, args.audio_key)
+    texts = (args.image_key, args.question_key, args.answer_key, args.captions)
+    keys = Keys(*texts, args.video_key, args.audio_key, args.preference_pairs)
     opening = Opening(args.format, args.image_dir, args.source_split, keys, frames_fps=args.frames_fps)
     source = SourcePaths(tuple(args.sources), opening)
     return _prepare(source, args.out, args, options, console)

@@ -10,6 +10,8 @@ from typing import Any, Self
 
 from llava_mcore.prepare.row_types import CheckedConversation, Skipped
 
+JSON_NAMES = {"images": "pictures", "audios": "sounds", "audio_seconds": "sound_seconds"}
+"""Names in files, where they differ from those of the fields."""
 COUNTERS = ("reasons", "typed", "roles", "unused", "notes")
 """Fields of `PrepareCounts` that count by name."""
 BINS_PER_OCTAVE = 8
@@ -61,13 +63,13 @@ class PrepareCounts:
     conversations: int = 0
     entries: int = 0
     """Samples of the shards: conversations, or packs of them."""
-    pictures: int = 0
+    images: int = 0
     videos: int = 0
     frames: int = 0
     without_fps: int = 0
     """Videos that do not say how many frames belong to a second."""
-    sounds: int = 0
-    sound_seconds: int = 0
+    audios: int = 0
+    audio_seconds: int = 0
     """Seconds of all sounds, each rounded to a whole number."""
     bytes: int = 0
     """Size of the shards in bytes."""
@@ -99,27 +101,29 @@ class PrepareCounts:
     def add(self, conversation: CheckedConversation) -> None:
         """Count a conversation that was written."""
         self.conversations += 1
-        self.pictures += len(conversation.pictures)
+        self.images += len(conversation.images)
         self.videos += len(conversation.videos)
         self.frames += sum(len(video.frames) for video in conversation.videos)
         self.without_fps += sum(video.fps is None for video in conversation.videos)
-        self.sounds += len(conversation.sounds)
-        self.sound_seconds += sum(round(sound.seconds) for sound in conversation.sounds)
+        self.audios += len(conversation.audios)
+        self.audio_seconds += sum(round(audio.seconds) for audio in conversation.audios)
         self.typed.update(conversation.typed)
         self.notes.update(conversation.notes)
         frames = (frame for video in conversation.videos for frame in video.frames)
-        for picture in (*conversation.pictures, *frames):
-            self.sides.add(max(picture.size))
+        for image in (*conversation.images, *frames):
+            self.sides.add(max(image.size))
         if conversation.num_tokens is not None:
             self.tokens.add(conversation.num_tokens)
+        if conversation.rejected is not None and conversation.rejected.num_tokens is not None:
+            self.tokens.add(conversation.rejected.num_tokens)
 
     def merge(self, other: PrepareCounts) -> None:
         """Add another one's counts."""
         self.rows, self.conversations = self.rows + other.rows, self.conversations + other.conversations
-        self.entries, self.pictures = self.entries + other.entries, self.pictures + other.pictures
+        self.entries, self.images = self.entries + other.entries, self.images + other.images
         self.videos, self.frames = self.videos + other.videos, self.frames + other.frames
         self.without_fps += other.without_fps
-        self.sounds, self.sound_seconds = self.sounds + other.sounds, self.sound_seconds + other.sound_seconds
+        self.audios, self.audio_seconds = self.audios + other.audios, self.audio_seconds + other.audio_seconds
         self.bytes += other.bytes
         self.tokens.merge(other.tokens)
         self.sides.merge(other.sides)
@@ -128,7 +132,7 @@ class PrepareCounts:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain containers."""
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        fields = {JSON_NAMES.get(name, name): value for name, value in vars(self).items() if isinstance(value, int)}
         return fields | {
             "tokens": self.tokens.to_json(),
             "sides": self.sides.to_json(),
@@ -140,7 +144,9 @@ class PrepareCounts:
         """The inverse of to_json."""
         histograms = {name: Histogram.from_json(data[name]) for name in ("tokens", "sides")}
         counters = {name: Counter(data.get(name, {})) for name in COUNTERS}
-        return cls(**{**data, **histograms, **counters})
+        renamed = {written: name for name, written in JSON_NAMES.items()}
+        fields = {renamed.get(name, name): value for name, value in data.items()}
+        return cls(**{**fields, **histograms, **counters})
 
 
 @dataclass(frozen=True)

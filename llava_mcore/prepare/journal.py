@@ -14,6 +14,7 @@ from llava_mcore.data.storage.dataset_path import META, SCRATCH
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.atomic import move, write_synced
 from llava_mcore.prepare.counts import ShardReport
+from llava_mcore.prepare.output.shard_index import rows_name
 
 
 class Journal:
@@ -114,6 +115,8 @@ class Journal:
             if report.name is not None:
                 (self.folder / report.name).unlink(missing_ok=True)
                 (self.folder / f"{report.name}.idx").unlink(missing_ok=True)
+        for notes in (*self.scratch.glob(rows_name("*")), *self.scratch.glob("*.arrow")):
+            notes.unlink()
         self._offsets = {}
         self._lines.unlink()
         self._request.unlink(missing_ok=True)

@@ -41,6 +41,7 @@ class ListedSource(BaseModel):
     question_key: str | None = None
     answer_key: str | None = None
     captions: bool = False
+    preference_pairs: bool = False
     video_key: str | None = None
     audio_key: str | None = None
     frames_fps: Positive | None = None
@@ -49,7 +50,8 @@ class ListedSource(BaseModel):
 
     def source(self, root: Path) -> SourcePaths:
         """Return the source to prepare."""
-        keys = Keys(self.image_key, self.question_key, self.answer_key, self.captions, self.video_key, self.audio_key)
+        texts = (self.image_key, self.question_key, self.answer_key, self.captions)
+        keys = Keys(*texts, self.video_key, self.audio_key, self.preference_pairs)
         image_dir = None if self.image_dir is None else root / self.image_dir
         opening = Opening(self.format, image_dir, self.source_split, keys, frames_fps=self.frames_fps)
         return SourcePaths((root / self.path,), opening)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
-from multiprocessing.sharedctypes import Synchronized
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encode.assets import Assets
@@ -22,31 +16,28 @@ from llava_mcore.data.storage.dataset_path import MANIFEST
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync
 from llava_mcore.prepare.counts import PrepareCounts, ShardReport, add_up
-from llava_mcore.prepare.journal import META, Journal, write_whole
-from llava_mcore.prepare.output.finish import write_meta
-from llava_mcore.prepare.output.shard import ShardMaker, ShardSetup
-from llava_mcore.prepare.row_types import RowRange, Skipped
+from llava_mcore.prepare.journal import META, SCRATCH, Journal, write_whole
+from llava_mcore.prepare.output.finish import split_shards, write_meta
+from llava_mcore.prepare.output.shard import ShardSetup
+from llava_mcore.prepare.row_types import Skipped
 from llava_mcore.prepare.shard_plan import Options, ShardList, SourcePaths, make_plan
-from llava_mcore.processes.forkserver import PRELOADED, end_with_parent, start_forkserver
+from llava_mcore.prepare.shard_processes import PrepareProgress, make_shards
+from llava_mcore.prepare.sources.base import SourceFile
+from llava_mcore.prepare.sources.parquet import ParquetTable
 
 SKIPPED = "skipped.jsonl"
+OFFSETS = "rows.u64"
+"""File of the scratch folder with the places of shuffled rows."""
 NUM_FIRST = 10
 """Number of skipped rows to show."""
-SECONDS_BETWEEN_LOOKS = 0.25
-SHARDS_AHEAD = 2
-"""Number of shards queued for each process."""
 
 
-class PrepareProgress(Protocol):
-    """Receives progress reports."""
+@dataclass(frozen=True, slots=True)
+class SplitPart:
+    """How much of a dataset is for training, or for validation."""
 
-    def begin(self, activity: str, total: int | None) -> None:
-        """Start a step of `total` rows or shards; None if unknown."""
-        ...
-
-    def advance(self, count: int) -> None:
-        """Report that `count` more are done."""
-        ...
+    shards: int
+    samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +61,8 @@ class Result:
     """`ChatText.own_text_warning`"""
     notes: tuple[str, ...] = ()
     """Parts of the source that are not read."""
+    parts: Mapping[str, SplitPart] = field(default_factory=dict)
+    """Shards and samples for training and validation; empty if the dataset is not completed."""
 
 
 def prepare(
@@ -95,20 +88,47 @@ def prepare(
     """
     start = time.perf_counter()
     assets = None if options.counting is None else options.counting.load()  # here, so that errors are reported at once
-    plan = make_plan(source, options, lambda name: progress.begin(f"reading through {name}", None))
+    offsets_file = folder / SCRATCH / OFFSETS
+    plan = make_plan(source, options, offsets_file, lambda name: progress.begin(f"reading through {name}", None))
     # Shards that an earlier start has finished are kept.
     with Journal(folder) as journal:
         journal.begin(plan.request, overwrite=overwrite)
         missing = sorted(set(range(len(plan.shards))) - journal.done())
+        files = plan.files
         if missing:
             shutil.rmtree(folder / META, ignore_errors=True)  # so that nothing looks finished in the meantime
             (folder / MANIFEST).unlink(missing_ok=True)
+            files = _with_rows_by_number(plan, journal.scratch, progress)
             progress.begin(folder.name, sum(s.count for shard in missing for s in plan.shards[shard]))
         # The others are written, in any order, and recorded one by one.
-        setup = ShardSetup(plan.files, plan.how, options, folder, journal.scratch)
-        for report in _make(setup, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress):
+        setup = ShardSetup(files, plan.how, options, folder, journal.scratch, plan.order)
+        for report in make_shards(
+            setup, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress
+        ):
             journal.add(report)
         return _finish(plan, options, journal, progress, set(missing), max_skip_rate, assets, start)
+
+
+def _with_rows_by_number(plan: ShardList, scratch: Path, progress: PrepareProgress) -> tuple[SourceFile, ...]:
+    """Return the files such that a shuffled row is found without reading others: Parquet files are copied."""
+    if plan.offsets is None:
+        return plan.files
+    plan.offsets.save(scratch / OFFSETS)
+    tables = [file for file in plan.files if isinstance(file, ParquetTable)]
+    needed, free = sum(file.num_bytes() for file in tables), shutil.disk_usage(scratch).free
+    needed -= sum(path.stat().st_size for path in scratch.glob("*.arrow"))
+    if needed > free:
+        raise DataError(
+            f"{scratch}: to shuffle Parquet files, their rows are copied here meanwhile, which takes about "
+            f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Free some, choose another --out, or give "
+            "--keep-order, which needs no copy"
+        )
+    files = list(plan.files)
+    for index, file in enumerate(files):
+        if isinstance(file, ParquetTable):
+            progress.begin(f"copying rows of {file.name}", None)
+            files[index] = file.copied_as_arrow(scratch / f"{index:06d}.arrow")
+    return tuple(files)
 
 
 def _finish(
@@ -134,16 +154,32 @@ def _finish(
     elif not (folder / MANIFEST).is_file() or not (folder / META).is_dir():
         progress.begin("indexing shards", num_shards)
         origin = None if assets is None else origin_of(assets.chat.fingerprint, assets.pixel_ranges)
-        write_meta(folder, reports, val_ratio=options.val_ratio, origin=origin, on_shard=lambda: progress.advance(1))
+        write_meta(
+            folder,
+            reports,
+            val_ratio=options.val_ratio,
+            origin=origin,
+            has_pairs=plan.how.keys.pairs,
+            on_shard=lambda: progress.advance(1),
+        )
         write_whole(folder / MANIFEST, _manifest(plan, reports, counts))
+        for copy in (*journal.scratch.glob("*.arrow"), journal.scratch / OFFSETS):
+            copy.unlink(missing_ok=True)
     # For the summary.
     rows_made = sum(report.counts.rows for report in reports if report.shard in written)
     seconds = time.perf_counter() - start
     handling = "text" if options.counting is None else options.counting.special_tokens_in_text
     timed = assets is None or assets.plan.timed
     warning = None if assets is None else assets.chat.own_text_warning
-    about = (handling, timed, warning, plan.notes)
+    parts = _parts(reports, options.val_ratio) if finished else {}
+    about = (handling, timed, warning, plan.notes, parts)
     return Result(folder, counts, num_shards, len(written), rows_made, seconds, first, finished, *about)
+
+
+def _parts(reports: Sequence[ShardReport], val_ratio: float) -> dict[str, SplitPart]:
+    samples = {report.name: report.counts.entries for report in reports if report.name is not None}
+    split = split_shards([*samples], val_ratio)
+    return {part: SplitPart(len(names), sum(samples[n] for n in names)) for part, names in split.items() if names}
 
 
 def _manifest(plan: ShardList, reports: Sequence[ShardReport], counts: PrepareCounts) -> str:
@@ -172,88 +208,3 @@ def _write_skipped(path: Path, journal: Journal) -> tuple[Skipped, ...]:
     sync(temporary)
     move(temporary, path)
     return tuple(first)
-
-
-# -- processes -------------------------------------------------------------------------------------------------------
-
-
-def _make(
-    setup: ShardSetup,
-    assets: Assets | None,
-    shards: dict[int, tuple[RowRange, ...]],
-    num_workers: int,
-    progress: PrepareProgress,
-) -> Iterator[ShardReport]:
-    """Yield the reports of shards as they are completed, in any order."""
-    if not shards:
-        return
-    num_workers = min(num_workers, len(shards))
-    if num_workers == 0 or len(shards) == 1:  # starting processes takes seconds
-        maker = ShardMaker(setup, assets, lambda: progress.advance(1))
-        for shard, segments in shards.items():
-            yield maker.make(shard, segments)
-        return
-    # Processes are forked from a server that has imported everything and has no threads, unlike this process.
-    context = multiprocessing.get_context("forkserver")
-    start_forkserver(PRELOADED, __name__)
-    counter: Synchronized[int] = context.Value("q", 0)
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_process, initargs=(setup, counter))
-    try:
-        yield from _collect(pool, shards, num_workers, _Reader(counter, progress.advance))
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"a process was killed, perhaps because memory ran out (see --num-workers); {setup.folder} is incomplete, "
-            "run the same command to continue"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class _Reader:
-    """Passes on the progress of other processes since the last call."""
-
-    def __init__(self, counter: Synchronized[int], advance: Callable[[int], None]) -> None:
-        self._counter, self._advance, self._seen = counter, advance, 0
-
-    def look(self) -> None:
-        now = self._counter.value
-        self._advance(now - self._seen)
-        self._seen = now
-
-
-def _collect(
-    pool: ProcessPoolExecutor, shards: dict[int, tuple[RowRange, ...]], num_workers: int, reader: _Reader
-) -> Iterator[ShardReport]:
-    waiting = iter(shards.items())
-    running: set[Future[ShardReport]] = set()
-    while True:
-        while len(running) < num_workers * SHARDS_AHEAD and (following := next(waiting, None)) is not None:
-            running.add(pool.submit(_make_shard, *following))
-        if not running:
-            return
-        done, running = wait(running, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
-        reader.look()
-        for future in done:
-            yield future.result()
-
-
-_maker: ShardMaker | None = None
-"""The maker of this process, if it belongs to the pool."""
-
-
-def _start_process(setup: ShardSetup, counter: Synchronized[int]) -> None:
-    global _maker
-    counting = setup.options.counting
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the main process ends the others
-    end_with_parent()
-
-    def count() -> None:
-        with counter.get_lock():
-            counter.value += 1
-
-    _maker = ShardMaker(setup, None if counting is None else counting.load(), count)
-
-
-def _make_shard(shard: int, segments: tuple[RowRange, ...]) -> ShardReport:
-    assert _maker is not None
-    return _maker.make(shard, segments)

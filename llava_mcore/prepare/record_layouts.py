@@ -13,7 +13,16 @@ from typing import Any
 
 from llava_mcore.data.encode.marks import as_text
 from llava_mcore.data.encode.messages import check_order, complete, decoded, tools_of
-from llava_mcore.data.encode.record_keys import INPUT_KEY, OBJECTS_KEY, ROW, TURN_LISTS, full_value, is_full, majority
+from llava_mcore.data.encode.record_keys import (
+    INPUT_KEY,
+    OBJECTS_KEY,
+    PAIR,
+    ROW,
+    TURN_LISTS,
+    full_value,
+    is_full,
+    majority,
+)
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.prepare.record_parts import RowMedia, listed_media, refuse_marks
 from llava_mcore.prepare.record_turns import ListedTurns, from_pairs, from_turns, text_of
@@ -46,6 +55,8 @@ class Keys:
     """Answers may have no question: the picture is the question."""
     video: str | None = None
     audio: str | None = None
+    pairs: bool = False
+    """Rows have a chosen and a rejected answer."""
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -81,7 +92,8 @@ class Keys:
     def all(self) -> frozenset[str]:
         """Return every field that is read or checked."""
         media = (*self.images, *self.videos, *self.audios)
-        texts = (*TURN_LISTS, *ROW_LAYOUTS, INPUT_KEY, OBJECTS_KEY, *self.questions, *self.answers)
+        texts = (*TURN_LISTS, *ROW_LAYOUTS, *PAIR, INPUT_KEY, OBJECTS_KEY, *self.questions, *self.answers)
+        texts = (*texts, "text") if self.pairs else texts
         return frozenset((*texts, *media)) | ROW.honored | ROW.refused.keys()
 
 

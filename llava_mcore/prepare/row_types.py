@@ -25,6 +25,8 @@ class Reason(StrEnum):
     NO_ANSWER = "no assistant turn"
     EMPTY_QUESTION = "empty question"
     EMPTY_ANSWER = "empty answer"
+    PAIR = "preference pair"
+    SAME_ANSWERS = "chosen and rejected answers are the same"
     NOTHING_TRAINED = "no answer is trained"
     KEY = "a field that cannot be honored"
     DIFFERENT = "two fields that differ"
@@ -39,8 +41,8 @@ class Reason(StrEnum):
     NO_FRAMES = "video without frames"
     FRAME_SIZES = "frames of several sizes"
     NO_VIDEOS = "the model takes no videos"
-    NO_PICTURES = "the model takes no pictures"
-    NO_SOUNDS = "the model takes no sound"
+    NO_IMAGES = "the model takes no pictures"
+    NO_AUDIOS = "the model takes no sound"
     AUDIO_MISSING = "sound missing"
     AUDIO_REMOTE = "sound not on disk"
     AUDIO_BROKEN = "sound cannot be decoded"
@@ -98,6 +100,14 @@ class RowRange:
 
 
 @dataclass(frozen=True, slots=True)
+class ShuffledRows:
+    """Rows at consecutive positions of a shuffled source (`shuffle.ShuffledOrder`)."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRow:
     """A row of a source, or why it cannot be read."""
 
@@ -122,7 +132,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ImageFile:
     """An encoded picture."""
 
     data: bytes
@@ -135,17 +145,26 @@ class Picture:
 class VideoFrames:
     """A video's frames, all of one size, and how many of them belong to a second (None: nobody says)."""
 
-    frames: tuple[Picture, ...]
+    frames: tuple[ImageFile, ...]
     fps: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class AudioFile:
     """An encoded sound."""
 
     data: bytes
     extension: str
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class OtherAnswer:
+    """The conversation with the rejected answer of a preference pair, about the same pictures, videos and sounds."""
+
+    turns: tuple[Turn, ...]
+    num_tokens: int | None
+    tokens: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +174,7 @@ class CheckedConversation:
     row: int
     """Number over all files of the source."""
     turns: tuple[Turn, ...]
-    pictures: tuple[Picture, ...]
+    images: tuple[ImageFile, ...]
     num_tokens: int | None
     tokens: Mapping[str, Any] | None
     """As in the json (see `stored_tokens`)."""
@@ -164,10 +183,12 @@ class CheckedConversation:
     typed: tuple[str, ...] = ()
     """Special tokens in the text of its turns."""
     videos: tuple[VideoFrames, ...] = ()
-    sounds: tuple[Recording, ...] = ()
+    audios: tuple[AudioFile, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`."""
+    rejected: OtherAnswer | None = None
+    """In a preference pair, what these turns are preferred to."""
 
 
 FRAMES_FORM = 'frames of one video are a list of their own: [["1.jpg", "2.jpg"]], or {"frames": ["1.jpg", "2.jpg"]}'

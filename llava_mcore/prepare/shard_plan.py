@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.data.encode.assets import ASSET_FILES, Assets, load_assets
 from llava_mcore.data.encode.chat_template import Lang
 from llava_mcore.errors import DataError, problems
-from llava_mcore.prepare.row_types import RowRange
+from llava_mcore.prepare.row_types import RowRange, ShuffledRows
 from llava_mcore.prepare.sampling import Sampling
+from llava_mcore.prepare.shuffle import BY_NUMBER, RowOffsets, ShuffledOrder
 from llava_mcore.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.prepare.sources.detect import Opening, find_files
 
 FORMAT = 7
 """Incremented when other shards would be written for the same rows."""
+MOST_ROWS = 1000
+"""Rows of a shard, if nobody says how many."""
+Rows = RowRange | ShuffledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,11 @@ class Counting:
 class Options:
     """How rows become shards. All options change the shards, so they must be the same in a rerun."""
 
-    rows_per_shard: int = 1000
+    rows_per_shard: int | None = None
+    """None: MOST_ROWS, or fewer if the shards for validation would not have `val_ratio` of the rows."""
     val_ratio: float = 0.0
+    shuffle_seed: int | None = None
+    """Seed of the order of rows; None: the order of the source."""
     counting: Counting | None = None
     pack_to: int | None = None
     """Tokens of an offline pack; None: no packing."""
@@ -89,20 +96,44 @@ class ShardList:
 
     files: tuple[SourceFile, ...]
     how: Opening
-    shards: tuple[tuple[RowRange, ...], ...]
+    shards: tuple[tuple[Rows, ...], ...]
     num_rows: int
     request: dict[str, Any]
     """Everything that the shards depend on, as plain containers, for comparison with an existing folder."""
     notes: tuple[str, ...] = ()
     """Parts of the source that are not read."""
+    order: ShuffledOrder | None = None
+    """Where shuffled rows are; its file is not written yet."""
+    offsets: RowOffsets | None = None
+    """What to write into that file."""
 
 
-def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], None] = lambda name: None) -> ShardList:
+@dataclass(slots=True)
+class _Scans:
+    """The results of reading through all files of a source."""
+
+    segments: list[RowRange] = field(default_factory=list)
+    first_rows: list[int] = field(default_factory=list)
+    first_offsets: list[int] = field(default_factory=list)
+    num_rows: int = 0
+    known: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    offsets: RowOffsets | None = None
+
+
+def make_plan(
+    source: SourcePaths,
+    options: Options,
+    offsets_file: Path,
+    on_file: Callable[[str], None] = lambda name: None,
+) -> ShardList:
     """Read through all files once and divide their rows over shards.
 
-    Shard k contains the rows [k * rows_per_shard, (k + 1) * rows_per_shard), counted over all files.
+    Shard k contains the rows [k * rows_per_shard, (k + 1) * rows_per_shard), counted over all files, in the order of
+    the source or in that of `shuffle_seed`.
 
     Args:
+        offsets_file: where the places of shuffled rows will be.
         on_file: called with the name of each file before it is read.
 
     Raises:
@@ -110,36 +141,76 @@ def make_plan(source: SourcePaths, options: Options, on_file: Callable[[str], No
             for a validation split.
     """
     how = replace(source.how, most_bytes=options.limits.sample_bytes)
+    names = ", ".join(map(str, source.paths))
     files = [file for path in source.paths for file in find_files(path, how)]
-    # Scan the files in turn. Rows keep their numbers over all files, so shards do not depend on who writes them.
-    shards: list[list[RowRange]] = []
-    known, notes, errors, first_row = [], [], [], 0
+    scans = _scan(files, options, options.rows_per_shard or MOST_ROWS, on_file)
+    if not scans.num_rows:
+        raise DataError(f"{names}: there are no rows")
+    rows_per_shard = options.rows_per_shard or _rows_per_shard(scans.num_rows, options.val_ratio)
+    if options.val_ratio and scans.num_rows <= rows_per_shard:
+        _refuse_split(names, scans.num_rows, rows_per_shard)
+    # Shuffled rows have no segments; others are read through again if the shards turn out to be smaller.
+    num_shards = -(-scans.num_rows // rows_per_shard)
+    if scans.offsets is not None:
+        firsts = range(0, scans.num_rows, rows_per_shard)
+        parts = [ShuffledRows(first, min(rows_per_shard, scans.num_rows - first)) for first in firsts]
+        shards: list[list[Rows]] = [[part] for part in parts]
+    else:
+        if rows_per_shard != (options.rows_per_shard or MOST_ROWS):
+            scans = _scan(files, options, rows_per_shard, on_file)
+        shards = [[] for _ in range(num_shards)]
+        for segment in scans.segments:
+            shards[segment.row // rows_per_shard].append(segment)
+    order = None
+    if options.shuffle_seed is not None:
+        places = (scans.first_rows, scans.first_offsets, offsets_file)
+        order = ShuffledOrder(options.shuffle_seed, scans.num_rows, *places)
+    request = {"sources": scans.known, "options": describe(source.how, replace(options, rows_per_shard=rows_per_shard))}
+    listed = (tuple(map(tuple, shards)), scans.num_rows, request, tuple(scans.notes))
+    return ShardList(tuple(files), source.how, *listed, order, scans.offsets)
+
+
+def _scan(files: Sequence[SourceFile], options: Options, rows_per_shard: int, on_file: Callable[[str], None]) -> _Scans:
+    """Read through the files in turn. Rows keep their numbers over all files, so shards do not depend on who writes
+    them."""
+    scans, errors = _Scans(), []
+    if options.shuffle_seed is not None:
+        scans.offsets, rows_per_shard = RowOffsets(), 1
     for index, file in enumerate(files):
         on_file(file.name)
+        before = 0 if scans.offsets is None else scans.offsets.num_rows
         try:
-            scan = file.scan(Cuts(index, first_row, options.rows_per_shard))
+            scan = file.scan(Cuts(index, scans.num_rows, rows_per_shard, scans.offsets))
         except DataError as error:
             errors.append(str(error))
             continue
-        notes += [f"{file.name}: {note}" for note in scan.notes]
-        for segment in scan.segments:
-            shard = segment.row // options.rows_per_shard
-            shards += [[] for _ in range(shard + 1 - len(shards))]
-            shards[shard].append(segment)
-        known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
-        first_row += scan.num_rows
+        if scans.offsets is None:
+            scans.segments += scan.segments
+        is_placed = scans.offsets is not None and scans.offsets.num_rows > before
+        scans.first_rows.append(scans.num_rows)
+        scans.first_offsets.append(before if is_placed else BY_NUMBER)
+        scans.notes += [f"{file.name}: {note}" for note in scan.notes]
+        scans.known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
+        scans.num_rows += scan.num_rows
     # All files that cannot be read are named at once.
     if errors:
         raise DataError(errors[0] if len(errors) == 1 else problems("the source cannot be read", errors))
-    if not first_row:
-        raise DataError(f"{', '.join(map(str, source.paths))}: there are no rows")
-    if options.val_ratio and len(shards) < 2:
-        raise DataError(
-            f"{', '.join(map(str, source.paths))}: --val-ratio needs at least two shards, but the {first_row} rows "
-            f"make one of {options.rows_per_shard}; lower --samples-per-shard, for example to {max(1, first_row // 20)}"
-        )
-    request = {"sources": known, "options": describe(source.how, options)}
-    return ShardList(tuple(files), source.how, tuple(map(tuple, shards)), first_row, request, tuple(notes))
+    return scans
+
+
+def _rows_per_shard(num_rows: int, val_ratio: float) -> int:
+    """Return rows of a shard such that one shard is at most the smaller part of a split."""
+    smaller = min(val_ratio, 1 - val_ratio)
+    return max(1, min(MOST_ROWS, int(num_rows * smaller))) if smaller > 0 else MOST_ROWS
+
+
+def _refuse_split(names: str, num_rows: int, rows_per_shard: int) -> NoReturn:
+    if num_rows == 1:
+        raise DataError(f"{names}: --val-ratio needs at least two rows, but there is one; omit it")
+    raise DataError(
+        f"{names}: --val-ratio needs at least two shards, but the {num_rows} rows make one of {rows_per_shard}; omit "
+        f"--samples-per-shard, or lower it to {max(1, num_rows // 20)}"
+    )
 
 
 def describe(how: Opening, options: Options) -> dict[str, Any]:
@@ -156,9 +227,11 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--question-key": how.keys.question,
         "--answer-key": how.keys.answer,
         "--captions": how.keys.captions,
+        "--preference-pairs": how.keys.pairs or None,
         "--frames-fps": how.frames_fps,
         "--samples-per-shard": options.rows_per_shard,
         "--val-ratio": options.val_ratio,
+        "--shuffle-seed": options.shuffle_seed,
         "--tokenizer-load-dir, --chat-template, --lang, --special-tokens-in-text (hash)": counting,
         "--pack-to": options.pack_to,
         "--check-images": options.check_images,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_mcore.data.encode.marks import LITERAL_REASON, TYPES
+from llava_mcore.errors import counted
 from llava_mcore.media.media import DEFAULT_FPS
 from llava_mcore.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
 from llava_mcore.prepare.prepare_source import SKIPPED, Result
@@ -45,7 +46,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
             if token in TYPES:  # a mark, or it would not be in the text
                 reading, why = "read as text:", LITERAL_REASON
             console.print(
-                f"{result.folder.name}: {count:,} samples have {token} in their text; it is {reading} {why}",
+                f"{result.folder.name}: {counted(count, 'sample')} with {token} in the text; it is {reading} {why}",
                 markup=False,
                 soft_wrap=True,
             )
@@ -69,21 +70,21 @@ def _notes(result: Result) -> list[str]:
     """Return lines about what was not read, and about what the chat template does with the samples."""
     counts, lines = result.counts, []
     if counts.unused:
-        lines.append(f"not used: {_listed(counts.unused, 'rows')}")
+        lines.append(f"not used: {_listed(counts.unused, 'row')}")
     if counts.roles:
-        lines.append(f"unknown roles: {_listed(counts.roles, 'rows')}")
+        lines.append(f"unknown roles: {_listed(counts.roles, 'row')}")
     if counts.notes[FILLED] and result.own_text_warning is not None:
-        lines.append(f"warning: in {counts.notes[FILLED]:,} samples, {result.own_text_warning}")
+        lines.append(f"warning: in {counted(counts.notes[FILLED], 'sample')}, {result.own_text_warning}")
     if counts.notes[THOUGHTLESS]:
         lines.append(
-            f"not used: the reasoning of answers in {counts.notes[THOUGHTLESS]:,} samples; the chat template does not "
-            "render it"
+            f"not used: the reasoning of answers in "
+            f"{counted(counts.notes[THOUGHTLESS], 'sample')}; the chat template does not render it"
         )
     return lines
 
 
-def _listed(names: Counter[str], unit: str) -> str:
-    listed = [f"{name} in {count:,} {unit}" for name, count in names.most_common(MOST_NAMES)]
+def _listed(names: Counter[str], noun: str) -> str:
+    listed = [f"{name} in {counted(count, noun)}" for name, count in names.most_common(MOST_NAMES)]
     more = len(names) - len(listed)
     return ", ".join(listed) + (f", and {more} more" if more else "")
 
@@ -96,8 +97,10 @@ def _totals(results: Sequence[Result]) -> Table:
     seconds = [result.seconds for result in results]
     rows_made = [result.rows_made for result in results]
     shards = [(result.num_shards, result.num_made) for result in results]
+    columns = [[result] for result in results]
     if len(results) > 1:
         names.append("all")
+        columns.append(list(results))
         counts.append(add_up(counts))
         seconds.append(sum(seconds))
         rows_made.append(sum(rows_made))
@@ -109,17 +112,27 @@ def _totals(results: Sequence[Result]) -> Table:
         table.add_row("packs", *(f"{c.entries:,}" for c in counts))
     table.add_row("skipped", *(f"{c.skipped:,} ({c.skip_rate:.2%})" for c in counts))
     table.add_row("tokens", *(f"{c.tokens.total:,}" if c.tokens.count else "not counted" for c in counts))
-    if any(c.pictures for c in counts) or not any(c.sounds for c in counts):
-        table.add_row("pictures", *(f"{c.pictures:,}" for c in counts))
+    if any(c.images for c in counts) or not any(c.audios for c in counts):
+        table.add_row("pictures", *(f"{c.images:,}" for c in counts))
     if any(c.videos for c in counts):
-        table.add_row("videos", *(f"{c.videos:,} ({c.frames:,} frames)" for c in counts))
-    if any(c.sounds for c in counts):
-        table.add_row("sounds", *(f"{c.sounds:,} ({c.sound_seconds / 3600:,.2f} h)" for c in counts))
+        table.add_row("videos", *(f"{c.videos:,} ({counted(c.frames, 'frame')})" for c in counts))
+    if any(c.audios for c in counts):
+        table.add_row("sounds", *(f"{c.audios:,} ({c.audio_seconds / 3600:,.2f} h)" for c in counts))
     table.add_row("shards", *(f"{total:,} ({written:,} new)" for total, written in shards))
+    for part in ("train", "val"):
+        if any("val" in result.parts for result in results):
+            table.add_row(part, *(_size_of_part(chosen, part) for chosen in columns))
     table.add_row("size", *(_size(c.bytes) for c in counts))
     table.add_row("seconds", *(f"{s:,.1f}" for s in seconds))
     table.add_row("samples/s", *(f"{m / s:,.0f}" if m else "-" for m, s in zip(rows_made, seconds, strict=True)))
     return table
+
+
+def _size_of_part(results: Sequence[Result], part: str) -> str:
+    """Return how many shards and samples of some sources are for training, or for validation."""
+    parts = [result.parts[part] for result in results if part in result.parts]
+    shards, samples = sum(p.shards for p in parts), sum(p.samples for p in parts)
+    return f"{counted(shards, 'shard')} ({counted(samples, 'sample')})"
 
 
 def _bars(histogram: Histogram, title: str) -> Table:
@@ -199,7 +212,7 @@ def failures(results: Sequence[Result], max_skip_rate: float) -> list[str]:
             "same command "
         )
         told.append(
-            f"{result.folder}: {counts.skipped:,} of {counts.rows:,} rows were skipped "
+            f"{result.folder}: {counts.skipped:,} of {counted(counts.rows, 'row')} skipped "
             f"({counts.skip_rate:.2%}, --max-skip-rate is {max_skip_rate:.2%}). "
             + (f"{advice}completes it at once." if counts.conversations else "None became a sample.")
             + f" All skipped rows are in {result.folder / SKIPPED}; the first are:"

@@ -20,7 +20,7 @@ from llava_mcore.data.encode.messages import (
     turn_of,
 )
 from llava_mcore.data.encode.prompts import POOL_KEY
-from llava_mcore.data.encode.record_keys import ROW, TURN, is_full, majority
+from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED, ROW, TURN, is_full, majority
 from llava_mcore.data.encode.sample_media import SampleMedia, media_of
 from llava_mcore.data.encode.tokens import TOKENS_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, ChatSample, Conversation, Turn
@@ -75,6 +75,8 @@ def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None)
     about = sample.get("json")
     if not isinstance(about, dict):
         raise DataError(f"a part .json with an object is needed, found {_kind(about)}")
+    if CHOSEN in about and REJECTED in about:
+        raise DataError("the sample is a preference pair, which training does not support yet")
     forms = [form for form in ("messages", "pack", "question") if form in about]
     if len(forms) != 1:
         raise DataError(f'the json must have one of "messages", "pack" and "question", found {forms or sorted(about)}')

@@ -23,6 +23,9 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 SYSTEM_KEYS = ("system", "system_prompt")
 TOOLS_KEYS = ("tools", "functions")
 TURN_LISTS = ("conversations", "messages")
+CHOSEN, REJECTED = "chosen", "rejected"
+PAIR = (CHOSEN, REJECTED)
+"""Answers to one question of which the first is preferred."""
 OBJECTS_KEY, HISTORY_KEY, INPUT_KEY = "objects", "history", "input"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 SIZE_KEYS = ("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels")

@@ -23,6 +23,9 @@ SCRATCH = ".prepare"
 """Folder of `prepare` while it works; in a dataset without META, it has not completed it."""
 MANIFEST = "manifest.json"
 """File of `prepare`: its request, totals, and the samples of each shard."""
+PAIRS_FILE = "preference_pairs.txt"
+"""File in META of a dataset whose samples have a chosen and a rejected answer."""
+NO_TRAINING_ON_PAIRS = "training on preference pairs is not supported yet"
 FIELD_MAP = '{"image":"jpg","context":"json[question]","answers":"txt"}'
 VALIDATION = "val"
 UNPREPARED = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
@@ -32,8 +35,13 @@ BRACES = re.compile(r"\{(?:(?P<first>-?\d{1,18})\.\.(?P<last>-?\d{1,18})(?:\.\.-
 """Brace patterns in the names of shards, which energon expands completely before it opens any."""
 
 
-def check_dataset(path: Path | str | None, split: str = SPLIT) -> list[Path | EPath]:
+def check_dataset(path: Path | str | None, split: str = SPLIT, *, takes_pairs: bool = False) -> list[Path | EPath]:
     """Return the datasets of a data path: the path itself, or those in a blend (`*.yaml`); remote ones as EPath.
+
+    Args:
+        path: the data path.
+        split: the part that is read.
+        takes_pairs: accept datasets of preference pairs.
 
     Raises one DataError with everything that is missing and the command that prepares a dataset.
     """
@@ -42,11 +50,23 @@ def check_dataset(path: Path | str | None, split: str = SPLIT) -> list[Path | EP
     location = locate(path)
     leaves = reading(location, lambda: _leaves(location, split))
     errors = [problem for leaf in leaves for problem in reading(leaf.path, partial(_check_leaf, leaf))]
+    if not takes_pairs:
+        paired = [leaf.path for leaf in leaves if reading(leaf.path, partial(has_pairs, leaf.path))]
+        errors += [
+            f"{leaf} holds preference pairs (a chosen and a rejected answer each): {NO_TRAINING_ON_PAIRS}. To train on "
+            "conversations, prepare rows with one answer, without --preference-pairs"
+            for leaf in paired
+        ]
     if errors:
         title = f"{path} cannot be trained on" if split == SPLIT else f"{path} has no validation part: {NO_VALIDATION}"
         raise DataError(problems(title, list(dict.fromkeys(errors))))
     folders = dict.fromkeys(leaf.path for leaf in leaves)
     return [folder.local_path() if folder.is_local() else folder for folder in folders]
+
+
+def has_pairs(dataset: EPath) -> bool:
+    """Return whether the samples of a dataset are preference pairs."""
+    return (dataset / META / PAIRS_FILE).is_file()
 
 
 def fingerprint(path: Path | str) -> list[str]:

@@ -9,10 +9,10 @@ from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.processors.audio_files import audio_format, check_audio, require_libraries
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.media.references import AUDIO, read_reference
-from llava_mcore.prepare.row_types import BadSample, Reason, Recording
+from llava_mcore.prepare.row_types import AudioFile, BadSample, Reason
 
 
-def read_audio(reference: Any, folder: Path, limits: Limits, *, decode: bool = False) -> Recording:
+def read_audio(reference: Any, folder: Path, limits: Limits, *, decode: bool = False) -> AudioFile:
     """Find a sound and read its header.
 
     Args:
@@ -31,4 +31,4 @@ def read_audio(reference: Any, folder: Path, limits: Limits, *, decode: bool = F
             check_audio(data)
     except DataError as error:
         raise BadSample(Reason.AUDIO_BROKEN, str(error)) from error
-    return Recording(data, extension, seconds)
+    return AudioFile(data, extension, seconds)

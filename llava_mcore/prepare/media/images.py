@@ -17,7 +17,7 @@ from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.media.item_options import NO_RESIZING, Resizing, image_sizes, resize
 from llava_mcore.prepare.media.references import IMAGE, read_reference
-from llava_mcore.prepare.row_types import BadSample, Picture, Reason
+from llava_mcore.prepare.row_types import BadSample, ImageFile, Reason
 
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "DIB": "bmp"}
 """File suffixes that are not the format's name; many phones write MPO into .jpg files."""
@@ -25,7 +25,7 @@ EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "DIB": "bmp"}
 
 def read_image(
     reference: Any, folder: Path, *, decode: bool = False, limits: Limits = LIMITS, resizing: Resizing = NO_RESIZING
-) -> Picture:
+) -> ImageFile:
     """Find a picture and read its header.
 
     Args:
@@ -48,7 +48,7 @@ def read_image(
             decode_image(data, limits.picture_pixels)
     except DataError as error:
         raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error
-    return Picture(data, extension, size)
+    return ImageFile(data, extension, size)
 
 
 def inspect(data: bytes, limits: Limits = LIMITS) -> tuple[str, tuple[int, int]]:

@@ -16,7 +16,7 @@ from llava_mcore.prepare.media.images import inspect, read_image
 from llava_mcore.prepare.media.item_options import ClipOptions, clip_options
 from llava_mcore.prepare.media.references import VIDEO, cannot_open, resolve
 from llava_mcore.prepare.media.video_files import decode_video
-from llava_mcore.prepare.row_types import FRAMES_FORM, BadSample, Picture, Reason, VideoFrames
+from llava_mcore.prepare.row_types import FRAMES_FORM, BadSample, ImageFile, Reason, VideoFrames
 from llava_mcore.prepare.sampling import Sampling
 
 
@@ -48,7 +48,7 @@ def read_video(
     if listed is None:
         with _opened(reference, folder) as file:
             images, fps = decode_video(file, sampling, limits, options)
-        frames = tuple(Picture(data, *inspect(data, limits)) for data in images)
+        frames = tuple(ImageFile(data, *inspect(data, limits)) for data in images)
     else:
         if options != ClipOptions(fps=options.fps):
             raise BadSample(Reason.WRONG_TYPE, "a list of frames has options of a video file; only fps can be given")

@@ -1,11 +1,12 @@
 """Finished shards -> an energon dataset: index, split and manifest, like those of `energon prepare`.
 
-Energon's own command keeps the rows of all indexes in a queue, and ends the process on an error, so its functions are
-called here for one shard after the other.
+Energon's own command reads all shards again, keeps the rows of all indexes in a queue, and ends the process on an
+error. Here the writers of shards note the rows (`shard_index`), and its functions write them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
@@ -20,16 +21,23 @@ from megatron.energon import __version__ as energon_version
 from megatron.energon.bracecollapse import collapse
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import INDEX_BATCH_SIZE, INDEX_SQLITE_FILENAME, INFO_JSON_FILENAME
-from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, SqliteIndexWriterAggregator
+from megatron.energon.flavors.webdataset.prepare import (
+    IndexSample,
+    IndexSamplePart,
+    IndexShardInfo,
+    SqliteIndexWriter,
+)
 from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, WebdatasetSplits
 from megatron.energon.typed_converter import to_json_object
 
 from llava_mcore.compat.energon.index_rows import rows_of_shard
+from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED
 from llava_mcore.data.encode.tokens import ORIGIN_FILE
-from llava_mcore.data.storage.dataset_path import META, SCRATCH
-from llava_mcore.errors import DataError
+from llava_mcore.data.storage.dataset_path import META, PAIRS_FILE, SCRATCH
+from llava_mcore.errors import DataError, counted
 from llava_mcore.files.atomic import move, sync, sync_tree
 from llava_mcore.prepare.counts import ShardReport
+from llava_mcore.prepare.output.shard_index import rows_name, samples_of
 from llava_mcore.processes.forkserver import interrupts_afterwards
 
 DATASET = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
@@ -47,11 +55,13 @@ def write_meta(
     *,
     val_ratio: float,
     origin: Mapping[str, Any] | None = None,
+    has_pairs: bool = False,
     on_shard: Callable[[], None] = lambda: None,
 ) -> None:
     """Index the shards and write .nv-meta atomically, after everything else is on the disk.
 
-    `origin` describes the stored tokens (`stored_tokens.origin_of`); None if there are none.
+    `origin` describes the stored tokens (`stored_tokens.origin_of`); None if there are none. `has_pairs`: samples are
+    preference pairs, which training does not take.
 
     Raises DataError if a shard differs from what was written, or there are too few for a validation split.
     """
@@ -74,9 +84,13 @@ def write_meta(
     _write_yaml(meta / "dataset.yaml", DATASET)
     if origin is not None:
         (meta / ORIGIN_FILE).write_text(json.dumps(origin), encoding="utf-8")
+    if has_pairs:
+        (meta / PAIRS_FILE).write_text(f"Each sample has a {CHOSEN} and a {REJECTED} answer.\n", encoding="utf-8")
     shutil.rmtree(folder / META, ignore_errors=True)
     sync_tree(meta)
     move(meta, folder / META)
+    for report in written:
+        (folder / SCRATCH / rows_name(str(report.name))).unlink(missing_ok=True)
 
 
 def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]:
@@ -87,24 +101,38 @@ def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]
     """
     num_val = max(1, round(len(names) * val_ratio)) if val_ratio else 0
     if num_val >= len(names):
-        raise DataError(f"{len(names)} shards cannot be split by --val-ratio {val_ratio}; lower --samples-per-shard")
+        raise DataError(
+            f"{counted(len(names), 'shard')} cannot be split by --val-ratio {val_ratio}; lower --samples-per-shard"
+        )
     val = set(random.Random(0).sample(list(names), num_val))
     return {"train": [n for n in names if n not in val], "val": [n for n in names if n in val], "test": []}
 
 
 def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_shard: Callable[[], None]) -> None:
-    """Write index.sqlite, and the index next to each shard."""
+    """Write index.sqlite from what the writers of the shards have noted."""
     indices = {str(report.name): index for index, report in enumerate(written)}
-    index: Any = SqliteIndexWriterAggregator(EPath(sqlite), total_tasks=len(written))
-    index.on_start(None)
-    for report in written:
-        rows = rows_of_shard(str(report.name), indices, EPath(folder), MAX_PARTS)
-        with interrupts_afterwards():  # energon would log it and leave the shard's samples out
-            for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
-                index.on_item(list(batch), None)
-        sync(folder / f"{report.name}.idx")
-        on_shard()
-    index.on_finish(None)
+    with contextlib.closing(SqliteIndexWriter(EPath(sqlite))) as index:
+        for number, report in enumerate(written):
+            name = str(report.name)
+            noted = folder / SCRATCH / rows_name(name)
+            if noted.is_file() and (folder / f"{name}.idx").is_file():
+                samples, parts = zip(*samples_of(noted, number), strict=True)
+                index.append_samples(samples)
+                index.append_parts([part for members in parts for part in members])
+            else:
+                _read_index(folder, report, indices, index)
+            on_shard()
+
+
+def _read_index(folder: Path, report: ShardReport, indices: Mapping[str, int], index: SqliteIndexWriter) -> None:
+    """Read a shard through for its rows, and write the index beside it: an earlier version noted nothing, or an
+    earlier run has used its notes."""
+    rows = rows_of_shard(str(report.name), indices, EPath(folder), MAX_PARTS)
+    with interrupts_afterwards():  # energon would log it and leave the shard's samples out
+        for batch in itertools.batched(_checked(rows, folder, report), INDEX_BATCH_SIZE):
+            index.append_samples([row for row in batch if isinstance(row, IndexSample)])
+            index.append_parts([row for row in batch if isinstance(row, IndexSamplePart)])
+    sync(folder / f"{report.name}.idx")
 
 
 def _checked(rows: Iterable[Any], folder: Path, report: ShardReport) -> Iterator[Any]:
@@ -117,8 +145,8 @@ def _checked(rows: Iterable[Any], folder: Path, report: ShardReport) -> Iterator
             yield row
     if num_entries != report.counts.entries:
         raise DataError(
-            f"{folder / str(report.name)} has {num_entries} samples, but {report.counts.entries} were written; they "
-            "have been changed: remove the shard and run the same command again"
+            f"{folder / str(report.name)} has {counted(num_entries, 'sample')}, but {report.counts.entries} "
+            "were written; they have been changed: remove the shard and run the same command again"
         )
 
 

@@ -8,42 +8,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.config.sections.data import Limits
-from llava_mcore.data import samples
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.data.encode.encode import check_length
 from llava_mcore.data.encode.marks import count_marks, escape
 from llava_mcore.data.encode.record_keys import ROW
-from llava_mcore.data.encode.tokens import TextTokens, audio_tokens, digest_of, media_tokens, to_json, video_tokens
+from llava_mcore.data.encode.tokens import TextTokens, digest_of, to_json
 from llava_mcore.data.loader.packing import best_fit
-from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Audio, Turn, Video
-from llava_mcore.errors import DataError
+from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from llava_mcore.prepare.counts import PrepareCounts, ShardReport
 from llava_mcore.prepare.media.audios import read_audio
 from llava_mcore.prepare.media.images import read_image
 from llava_mcore.prepare.media.item_options import resizing_for
 from llava_mcore.prepare.media.videos import read_video
+from llava_mcore.prepare.output.sample_tokens import as_trained, check_amount, check_draft, tokens_of
 from llava_mcore.prepare.output.tar_file import ShardWriter
 from llava_mcore.prepare.record_layouts import check_turns, parse
+from llava_mcore.prepare.record_pairs import parse_pair, refuse_pair
 from llava_mcore.prepare.record_parts import place_marks
 from llava_mcore.prepare.row_types import (
     FILLED,
     THOUGHTLESS,
+    AudioFile,
     BadSample,
     CheckedConversation,
     Draft,
-    Picture,
+    ImageFile,
+    OtherAnswer,
     Reason,
-    Recording,
     RowRange,
+    ShuffledRows,
     Skipped,
     SourceRow,
     VideoFrames,
 )
-from llava_mcore.prepare.shard_plan import Options
+from llava_mcore.prepare.shard_plan import Options, Rows
+from llava_mcore.prepare.shuffle import ShuffledOrder
 from llava_mcore.prepare.sources.base import SourceFile
 from llava_mcore.prepare.sources.detect import Opening
-from llava_mcore.prepare.sources.lines import too_large
 
 LONGEST_ID, LONGEST_DETAIL = 200, 4000
 
@@ -59,6 +59,8 @@ class ShardSetup:
     """Folder of finished shards."""
     scratch: Path
     """Folder of unfinished shards, on the same file system."""
+    order: ShuffledOrder | None = None
+    """Where shuffled rows are."""
 
 
 class ShardMaker:
@@ -71,7 +73,7 @@ class ShardMaker:
         self._resizing = resizing_for(assets)
         self._on_row = on_row
 
-    def make(self, shard: int, segments: Sequence[RowRange]) -> ShardReport:
+    def make(self, shard: int, segments: Sequence[Rows]) -> ShardReport:
         """Write a shard and return its report; rows that cannot become samples are skipped.
 
         Raises DataError if the source can no longer be read, OSError if the shard cannot be written.
@@ -92,17 +94,17 @@ class ShardMaker:
         return ShardReport(shard, name if sha256 else None, sha256, counts, tuple(skipped))
 
     def _conversations(
-        self, segments: Sequence[RowRange], counts: PrepareCounts, skipped: list[Skipped]
+        self, segments: Sequence[Rows], counts: PrepareCounts, skipped: list[Skipped]
     ) -> Iterator[CheckedConversation]:
         """Yield the good rows as conversations, counted; the others go to `skipped`."""
-        for segment in segments:
+        for segment in self._ranges(segments):
             file = self._setup.files[segment.file]
             for row in file.read(segment):
                 self._on_row()
                 counts.rows += 1
                 try:
-                    draft = self._draft(row, counts)
-                    conversation = self._conversation(file, row, draft, segment.row + row.index - segment.index)
+                    drafts = self._drafts(row, counts)
+                    conversation = self._conversation(file, row, drafts, segment.row + row.index - segment.index)
                 except BadSample as bad:
                     skipped.append(
                         Skipped(
@@ -115,30 +117,48 @@ class ShardMaker:
                     counts.add(conversation)
                     yield conversation
 
-    def _draft(self, row: SourceRow, counts: PrepareCounts) -> Draft:
-        """Return the parsed row. Keys that nothing reads are counted, also if the row is skipped later."""
+    def _ranges(self, segments: Sequence[Rows]) -> Iterator[RowRange]:
+        for segment in segments:
+            if isinstance(segment, ShuffledRows):
+                assert self._setup.order is not None
+                yield from self._setup.order.rows(segment)
+            else:
+                yield segment
+
+    def _drafts(self, row: SourceRow, counts: PrepareCounts) -> tuple[Draft, ...]:
+        """Return the parsed row, which is two if it is a preference pair. Keys that nothing reads are counted, also if
+        the row is skipped later."""
         if isinstance(row.data, BadSample):
             raise row.data
         how = self._setup.how
         untaken = () if self._assets is None else self._assets.chat.literal_marks
-        draft = parse(row.data, how.keys, how.layout, untaken)
-        counts.typed.update(mark for mark in untaken if count_marks(draft.turns, escape(mark)))
-        counts.unused.update((*draft.unused, *ROW.unused(dict.fromkeys(row.unread, True))))
-        draft = place_marks(draft)
-        check_turns(draft.turns)
-        return draft
+        drafts: tuple[Draft, ...]
+        if how.keys.pairs:
+            drafts = parse_pair(row.data, how.keys, how.layout, untaken)
+        else:
+            refuse_pair(row.data)
+            drafts = (parse(row.data, how.keys, how.layout, untaken),)
+        counts.typed.update(mark for mark in untaken if any(count_marks(d.turns, escape(mark)) for d in drafts))
+        counts.unused.update((*drafts[0].unused, *ROW.unused(dict.fromkeys(row.unread, True))))
+        drafts = tuple(map(place_marks, drafts))
+        for draft in drafts:
+            check_turns(draft.turns)
+            check_draft(draft.turns, self._setup.options.limits)
+        return drafts
 
-    def _conversation(self, file: SourceFile, row: SourceRow, draft: Draft, index: int) -> CheckedConversation:
+    def _conversation(
+        self, file: SourceFile, row: SourceRow, drafts: Sequence[Draft], index: int
+    ) -> CheckedConversation:
         how, options = self._setup.how, self._setup.options
-        _check_length(draft.turns, options.limits)
+        draft, *others = drafts
         self._require_media_to_be_taken(draft)
         # Media are read whole, so that a broken file skips the row here and not in training.
-        pictures = tuple(
+        images = tuple(
             read_image(image, file.folder, decode=options.check_images, limits=options.limits, resizing=self._resizing)
             for image in draft.images
         )
-        sounds = tuple(
-            read_audio(sound, file.folder, options.limits, decode=options.check_images) for sound in draft.audios
+        audios = tuple(
+            read_audio(audio, file.folder, options.limits, decode=options.check_images) for audio in draft.audios
         )
         videos = tuple(
             read_video(
@@ -151,25 +171,32 @@ class ShardMaker:
             )
             for video in draft.videos
         )
-        _check_amount(pictures, videos, sounds, options.limits)
+        check_amount(images, videos, audios, options.limits)
         # Tokens are counted as in training, with the same functions.
-        num_tokens, text = _tokens(self._assets, _as_trained(draft, pictures, videos, sounds))
+        num_tokens, text = tokens_of(self._assets, as_trained(draft, images, videos, audios))
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
         return CheckedConversation(
             index,
             draft.turns,
-            pictures,
+            images,
             num_tokens,
             self._stored(draft, text),
             source,
             () if text is None else text.typed,
             videos,
-            sounds,
+            audios,
             draft.tools,
             self._notes(draft, text),
+            self._rejected(others[0], images, videos, audios) if others else None,
         )
+
+    def _rejected(
+        self, draft: Draft, images: Sequence[ImageFile], videos: Sequence[VideoFrames], audios: Sequence[AudioFile]
+    ) -> OtherAnswer:
+        num_tokens, text = tokens_of(self._assets, as_trained(draft, images, videos, audios))
+        return OtherAnswer(draft.turns, num_tokens, self._stored(draft, text))
 
     def _stored(self, draft: Draft, text: TextTokens | None) -> Mapping[str, Any] | None:
         if self._assets is None or text is None:
@@ -186,9 +213,9 @@ class ShardMaker:
         """Raise BadSample for media that training would refuse, before any file is read."""
         refused = {} if self._assets is None else self._assets.refused
         for mark, media, reason in (
-            (IMAGE_MARK, draft.images, Reason.NO_PICTURES),
+            (IMAGE_MARK, draft.images, Reason.NO_IMAGES),
             (VIDEO_MARK, draft.videos, Reason.NO_VIDEOS),
-            (AUDIO_MARK, draft.audios, Reason.NO_SOUNDS),
+            (AUDIO_MARK, draft.audios, Reason.NO_AUDIOS),
         ):
             if media and mark in refused:
                 raise BadSample(reason, refused[mark])
@@ -198,61 +225,6 @@ def _write_packs(writer: ShardWriter, conversations: list[CheckedConversation], 
     lengths = [conversation.num_tokens or 0 for conversation in conversations]
     for pack in best_fit(lengths, capacity):
         writer.add_pack([conversations[i] for i in pack])
-
-
-def _check_length(turns: Sequence[Turn], limits: Limits) -> None:
-    try:
-        check_length(turns, limits)
-    except DataError as error:
-        raise BadSample(Reason.TOO_LARGE, str(error)) from error
-
-
-def _check_amount(
-    pictures: Sequence[Picture], videos: Sequence[VideoFrames], sounds: Sequence[Recording], limits: Limits
-) -> None:
-    """Raise BadSample for more frames or bytes than a sample may have."""
-    frames = [frame for video in videos for frame in video.frames]
-    if len(frames) > limits.frames:
-        raise BadSample(Reason.TOO_LARGE, f"{len(frames)} frames; the limit is {limits.frames} (--max-frames)")
-    files = [*(picture.data for picture in (*pictures, *frames)), *(sound.data for sound in sounds)]
-    if sum(map(len, files)) > limits.sample_bytes:
-        raise too_large("pictures and sounds" if sounds else "pictures", limits.sample_bytes)
-
-
-def _as_trained(
-    draft: Draft, pictures: Sequence[Picture], videos: Sequence[VideoFrames], sounds: Sequence[Recording]
-) -> samples.Conversation:
-    """Return the conversation as training reads it."""
-    clips = [Video(tuple(frame.data for frame in video.frames), video.fps) for video in videos]
-    return samples.Conversation(
-        draft.turns,
-        tuple(picture.data for picture in pictures),
-        videos=tuple(clips),
-        audios=tuple(Audio(sound.data) for sound in sounds),
-        tools=draft.tools,
-    )
-
-
-def _tokens(assets: Assets | None, conversation: samples.Conversation) -> tuple[int | None, TextTokens | None]:
-    """Return the number of tokens in training, and the tokens of the text."""
-    if assets is None:
-        return None, None
-    try:
-        tokens = assets.chat.tokens(conversation.turns, conversation.num_media, conversation.tools)
-    except DataError as error:
-        raise BadSample(Reason.TEMPLATE, str(error)) from error
-    most_pixels = assets.limits.picture_pixels
-    try:
-        media = media_tokens(conversation.images, assets.plan, most_pixels)
-        media += video_tokens(conversation.videos, assets.plan, most_pixels)
-    except DataError as error:
-        raise BadSample(Reason.SHAPE, str(error)) from error
-    try:
-        media += audio_tokens(conversation.audios, assets.plan)
-    except DataError as error:
-        raise BadSample(Reason.AUDIO_LENGTH, str(error)) from error
-    num_tokens = len(tokens.ids) + sum(len(item) - 1 for item in media)
-    return num_tokens, tokens
 
 
 def _id_of(row: SourceRow) -> str:

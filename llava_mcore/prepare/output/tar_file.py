@@ -6,26 +6,30 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
 from llava_mcore.data.encode.messages import message_of
+from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED
 from llava_mcore.data.encode.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encode.tokens import TOKENS_KEY
 from llava_mcore.files.atomic import move
-from llava_mcore.prepare.row_types import CheckedConversation, Picture, Recording
+from llava_mcore.prepare.output.shard_index import PartOffset, ShardIndex, rows_name
+from llava_mcore.prepare.row_types import AudioFile, CheckedConversation, ImageFile, OtherAnswer
 
 
 class ShardWriter:
-    """Writes to a temporary file; `finish` renames it, and replaces an existing file."""
+    """Writes to a temporary file; `finish` renames it, and replaces an existing file. Its index is written with it."""
 
     def __init__(self, temporary: Path, final: Path) -> None:
+        """temporary: in the folder's scratch, where the rows of its index are written too (`shard_index`)."""
         self._temporary, self._final = temporary, final
         self._file = temporary.open("wb")
         self._sha = hashlib.sha256()
         self._tar = tarfile.TarFile(fileobj=self, mode="w", format=tarfile.USTAR_FORMAT)  # type: ignore[arg-type]
+        self._index = ShardIndex()
         self.num_entries = 0
         self.num_bytes = 0
 
@@ -45,11 +49,15 @@ class ShardWriter:
         self._add_entry(conversations[0].row, {"pack": [about(c) for c in conversations]}, conversations)
 
     def finish(self) -> str:
-        """Close the file, flush it to disk and rename it. Returns its SHA-256."""
+        """Close the file, flush it to disk, write its index and rename it. Returns its SHA-256."""
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        # The index comes first, since a shard with its name is finished.
+        name = self._final.name
+        partial = self._temporary.with_name(f"{name}.idx.{os.getpid()}.part")
+        self._index.write(partial, self._final.with_name(f"{name}.idx"), partial.with_name(rows_name(name)))
         move(self._temporary, self._final)
         return self._sha.hexdigest()
 
@@ -68,45 +76,57 @@ class ShardWriter:
     def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[CheckedConversation]) -> None:
         """Write the json, the pictures, the frames numbered after them, and the sounds numbered by themselves."""
         key = f"{row:09d}"
-        pictures = [picture for conversation in conversations for picture in conversation.pictures]
+        images = [image for conversation in conversations for image in conversation.images]
         videos = list[dict[str, Any]]()
         for video in (video for conversation in conversations for video in conversation.videos):
-            names = [_part(index, frame) for index, frame in enumerate(video.frames, start=len(pictures))]
+            names = [_part(index, frame) for index, frame in enumerate(video.frames, start=len(images))]
             videos.append({FRAMES_KEY: names} | ({} if video.fps is None else {FPS_KEY: video.fps}))
-            pictures += video.frames
+            images += video.frames
         if videos:
             content = content | {VIDEOS_KEY: videos}
-        sounds = [sound for conversation in conversations for sound in conversation.sounds]
-        if sounds:
-            content = content | {AUDIOS_KEY: [_part(index, sound) for index, sound in enumerate(sounds)]}
-        self._add_file(f"{key}.json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
-        for index, picture in enumerate(pictures):
-            self._add_file(f"{key}.{_part(index, picture)}", picture.data)
-        for index, sound in enumerate(sounds):
-            self._add_file(f"{key}.{_part(index, sound)}", sound.data)
+        audios = [audio for conversation in conversations for audio in conversation.audios]
+        if audios:
+            content = content | {AUDIOS_KEY: [_part(index, audio) for index, audio in enumerate(audios)]}
+        self._index.begin_sample(key, self.num_bytes)
+        self._add_part(key, "json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+        for index, image in enumerate(images):
+            self._add_part(key, _part(index, image), image.data)
+        for index, audio in enumerate(audios):
+            self._add_part(key, _part(index, audio), audio.data)
         self.num_entries += 1
 
-    def _add_file(self, name: str, data: bytes) -> None:
-        member = tarfile.TarInfo(name)  # owner 0, time 0: independent of machine and date
+    def _add_part(self, key: str, part: str, data: bytes) -> None:
+        member = tarfile.TarInfo(f"{key}.{part}")  # owner 0, time 0: independent of machine and date
         member.size, member.mode = len(data), 0o444
         self._tar.addfile(member, BytesIO(data))
+        # Contents are padded to whole blocks.
+        start = self.num_bytes - -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        self._index.add_part(PartOffset(part, start, len(data)), self.num_bytes)
 
 
-def _part(index: int, item: Picture | Recording) -> str:
+def _part(index: int, item: ImageFile | AudioFile) -> str:
     """Return the name of a part."""
     return f"{index}.{item.extension}"
 
 
 def about(conversation: CheckedConversation) -> dict[str, Any]:
     """Return the json part of a conversation, but for what it says of videos and of all sounds."""
-    content: dict[str, Any] = {"messages": [message_of(turn) for turn in conversation.turns]}
-    if conversation.tools:
-        content["tools"] = [dict(tool) for tool in conversation.tools]
-    if conversation.num_tokens is not None:
-        content["num_tokens"] = conversation.num_tokens
-        content[TOKENS_KEY] = conversation.tokens
-    content["image_sizes"] = [list(picture.size) for picture in conversation.pictures]
-    if conversation.sounds:
-        content["audio_seconds"] = [round(sound.seconds, 3) for sound in conversation.sounds]
+    content = _answered(conversation, conversation.tools)
+    if conversation.rejected is not None:
+        content = {CHOSEN: content, REJECTED: _answered(conversation.rejected, conversation.tools)}
+    content["image_sizes"] = [list(image.size) for image in conversation.images]
+    if conversation.audios:
+        content["audio_seconds"] = [round(audio.seconds, 3) for audio in conversation.audios]
     content["source"] = dict(conversation.source)
+    return content
+
+
+def _answered(answer: CheckedConversation | OtherAnswer, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the turns of a conversation, and their tokens."""
+    content: dict[str, Any] = {"messages": [message_of(turn) for turn in answer.turns]}
+    if tools:
+        content["tools"] = [dict(tool) for tool in tools]
+    if answer.num_tokens is not None:
+        content["num_tokens"] = answer.num_tokens
+        content[TOKENS_KEY] = answer.tokens
     return content

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llava_mcore.prepare.row_types import RowRange, SourceRow
+from llava_mcore.prepare.shuffle import RowOffsets
 
 BLOCK = 1 << 20
 """Bytes to read at a time."""
@@ -44,8 +45,15 @@ class SourceFile(Protocol):
         ...
 
     def read(self, segment: RowRange) -> Iterator[SourceRow]:
-        """Yield the rows of a segment. DataError if the file can no longer be read."""
+        """Yield the rows of a segment, which is a single row if rows are shuffled.
+
+        Raises DataError if the file can no longer be read.
+        """
         ...
+
+
+PLACED = RowRange(0, 0, 0, 1)
+"""Stands for the segment of every row whose place is in `Cuts.offsets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,8 @@ class Cuts:
     first_row: int
     """Rows in previous files."""
     rows_per_shard: int
+    offsets: RowOffsets | None = None
+    """Takes the place of every row, if rows are shuffled: then `rows_per_shard` is 1, and no segment is used."""
 
     def next_cut(self, index: int) -> int:
         """Return the first row of this file after row `index` at which a shard starts."""
@@ -64,11 +74,16 @@ class Cuts:
 
     def segment(self, index: int, count: int, start: int = 0, stop: int = 0) -> RowRange:
         """Return the segment of `count` rows starting at this file's row `index`."""
+        if self.offsets is not None:
+            self.offsets.add(start, stop)
+            return PLACED
         return RowRange(self.file, self.first_row + index, index, count, start, stop)
 
     def by_number(self, num_rows: int) -> tuple[RowRange, ...]:
         """Return all segments of a file in which rows are found by their number."""
         segments, index = [], 0
+        if self.offsets is not None:
+            return ()
         while index < num_rows:
             stop = min(self.next_cut(index), num_rows)
             segments.append(self.segment(index, stop - index))

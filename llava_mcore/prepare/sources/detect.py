@@ -15,9 +15,10 @@ from llava_mcore.files.regular import kind_of
 from llava_mcore.prepare.formats import Format
 from llava_mcore.prepare.record_layouts import Keys
 from llava_mcore.prepare.sources.array import LARGEST_ELEMENT, JsonArray
+from llava_mcore.prepare.sources.arrow import ArrowTable
 from llava_mcore.prepare.sources.base import SourceFile
-from llava_mcore.prepare.sources.columns import ArrowTable, ParquetTable
 from llava_mcore.prepare.sources.lines import BOM, JsonLinesSource
+from llava_mcore.prepare.sources.parquet import ParquetTable
 from llava_mcore.prepare.sources.tars import TarShard
 from llava_mcore.prepare.sources.triples import TripleFolder, has_samples
 

@@ -71,19 +71,19 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
         return BadSample(Reason.IMAGE_MISSING, f"{stem} has no picture or sound beside its .json")
     # Frames that the json lists are not separate pictures.
     frames = {name for video in listed for name in video.frames}
-    sounds = {name: item for name, item in media.items() if is_audio_part(name)}
-    pictures = [picture for name, picture in media.items() if name not in frames and name not in sounds]
+    audios = {name: item for name, item in media.items() if is_audio_part(name)}
+    images = [image for name, image in media.items() if name not in frames and name not in audios]
     result: dict[str, Any] = {}
-    if pictures:  # else the row may name pictures that are files
+    if images:  # else the row may name pictures that are files
         row = {key: value for key, value in row.items() if key not in IMAGE_KEYS}
-        result["images"] = pictures
+        result["images"] = images
     if listed:  # what is no part is a path
         result[VIDEOS_KEY] = [
             {FRAMES_KEY: [media.get(name, name) for name in video.frames], FPS_KEY: video.fps} for video in listed
         ]
     order = row.get(AUDIOS_KEY)
-    if sounds:  # in the order of the json, or of their numbers
-        result[AUDIOS_KEY] = [media.get(name, name) for name in (order if isinstance(order, list) else sounds)]
+    if audios:  # in the order of the json, or of their numbers
+        result[AUDIOS_KEY] = [media.get(name, name) for name in (order if isinstance(order, list) else audios)]
     # The answer, if it stands in a file of its own.
     if "txt" in texts:
         try:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llava_mcore.check_data.finding import Finding
 
-from llava_mcore.check_data.examiner import Examiner, Finding
+from llava_mcore.check_data.examiner import Examiner
 from llava_mcore.check_data.scan import choose, scan
 from llava_mcore.check_data.show import conversation_text
 from llava_mcore.cli.check import main
@@ -148,7 +149,7 @@ def test_killed_process_is_reported(dataset: Path, assets: Assets, monkeypatch: 
 
 def test_shown_conversation_marks_what_is_learnt(dataset: Path, assets: Assets) -> None:
     examiner = Examiner(dataset, assets, seq_length=128)
-    tokens = examiner.conversation(examiner.examine(0, 16))
+    tokens = examiner.conversations(examiner.examine(0, 16))[0]
     text = conversation_text(tokens, assets, colored=False).plain
     assert re.findall("«(.*?)»", text, re.DOTALL) == [" Both are gray ramps.</s>", " 漢字 too.</s>"]
     mark = "<image \N{MULTIPLICATION SIGN}16>"
@@ -220,7 +221,7 @@ def test_packs_written_beforehand(hf: Path, tmp_path: Path, capsys: pytest.Captu
     write_tar(tmp_path / "0.tar", {"a": packs, "b": packs | {"0.jpg": b""}})
     assert check(index(tmp_path), hf, "--max-skip-rate", "0.2") == 0
     out = capsys.readouterr().out
-    assert "2 samples were packed when they were written: train with --packing" in out
+    assert "2 samples packed when written: train with --packing" in out
     assert out.rstrip().endswith("train: 1 of 6 samples would be left out")
 
 
@@ -271,6 +272,7 @@ def test_files_are_checked_however_many_there_are(tmp_path: Path) -> None:
         (["--data-path", "b", "--tokenizer-load-dir", "nowhere"], "no tokenizer in nowhere"),
         (["--data-path", "b", "--tokenizer-load-dir", "t", "--seq-length", "0"], "--seq-length must be at least 1"),
         (["--data-path", "b", "--tokenizer-load-dir", "t", "--max-skip-rate", "2"], "from 0 to 1"),
+        (["--data-path", "b", "--tokenizer-load-dir", "t", "--full", "--show", "07"], "and --show 07 only that one"),
         (["--data-path", "b", "--tokenizer-load-dir", "t", "--show", "-1"], "--show must be at least 0"),
     ],
 )
@@ -288,3 +290,11 @@ def test_path_that_does_not_exist(hf: Path, tmp_path: Path, capsys: pytest.Captu
     assert check(tmp_path / "gone", hf) == 2
     out = capsys.readouterr().out
     assert "gone does not exist" in out and out.splitlines()[-1].startswith("do not train: the dataset")
+
+
+def test_packs_that_hold_all_samples(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The estimate of fill does not claim more samples than there are."""
+    write_tar(tmp_path / "0.tar", {f"a{i}": GOOD for i in range(3)})
+    assert check(index(tmp_path), hf, "--seq-length", "4096") == 0
+    out = capsys.readouterr().out
+    assert "packs of --seq-length 4096: with --packing, one holds all 3 samples, and training repeats them" in out

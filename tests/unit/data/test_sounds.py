@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Reason]] = {
     "number": ({"messages": [ASKED, SAID], "audio": 3}, Reason.WRONG_TYPE),
     "more marks": ({"messages": [ASKED, SAID]}, Reason.MARKS),
     "text": ({"messages": [ASKED, SAID], "audio": "rows.jsonl"}, Reason.AUDIO_BROKEN),
-    "picture": ({"question": "What?", "answer": "7", "image": "a.wav"}, Reason.NO_PICTURES),
+    "picture": ({"question": "What?", "answer": "7", "image": "a.wav"}, Reason.NO_IMAGES),
 }
 
 

@@ -194,7 +194,7 @@ def test_check_and_prepare_count(hf: Path, tmp_path: Path, capsys: pytest.Captur
         out = tmp_path / handling
         more = ["--out", str(out), "--num-workers", "0", "--special-tokens-in-text", handling]
         assert prepare_app.main([str(path / "000000.tar"), *flags, *more]) == 0
-        assert f"2 samples have </s> in their text; it is {said}" in capsys.readouterr().out
+        assert f"2 samples with </s> in the text; it is {said}" in capsys.readouterr().out
         assert json.loads((out / "manifest.json").read_text())["totals"]["typed"] == {"</s>": 2}
     tokens = [json.loads((tmp_path / name / ".nv-meta" / "tokens.json").read_text()) for name in ("text", "control")]
     assert tokens[0] != tokens[1]
@@ -208,7 +208,7 @@ def test_literal_marks_are_counted(hf: Path, tmp_path: Path, capsys: pytest.Capt
     flags, out = ["--tokenizer-load-dir", str(hf)], tmp_path / "out"
     command = [str(tmp_path / "rows.jsonl"), "--out", str(out), "--num-workers", "0", "--max-skip-rate", "0.5"]
     assert prepare_app.main([*command, *flags]) == 0
-    said = "4 samples have <video> in their text; it is read as text: the model takes no such media"
+    said = "4 samples with <video> in the text; it is read as text: the model takes no such media"
     assert said in capsys.readouterr().out
     assert "1 <image> in the text, but 0 pictures" in (out / "skipped.jsonl").read_text()
     batches = take(open_loader(out, load_assets(hf), num_streams=1, micro_batch_size=4), 1)

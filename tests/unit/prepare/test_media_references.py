@@ -116,7 +116,7 @@ def test_columns_of_arrays(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "<audio>\nWhat?"}, {"role": "assistant", "content": "A tone."}]
     sounds = [{"array": WAVE, "sampling_rate": 16000}] * 2
     pq.write_table(pa.table({"messages": [turns] * 2, "audio": sounds}), tmp_path / "a.parquet")
-    assert make(tmp_path / "a.parquet", tmp_path / "out").counts.sounds == 2
+    assert make(tmp_path / "a.parquet", tmp_path / "out").counts.audios == 2
     pq.write_table(pa.table({"messages": [turns], "audio": [WAVE]}), tmp_path / "b.parquet")
     result = make(tmp_path / "b.parquet", tmp_path / "bare")
     assert "a list of 800 numbers" in str(result.first_skipped[0])

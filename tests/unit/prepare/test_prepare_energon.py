@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,14 @@ def test_energon_reads_what_was_written(tmp_path: Path) -> None:
     assert [list(s.conversations[0].images) for s in found] == [list(case.pictures) for case in chat_cases()]
 
 
+def _tables(folder: Path) -> list[list[Any]]:
+    with contextlib.closing(sqlite3.connect(folder / ".nv-meta" / "index.sqlite")) as db:
+        return [db.execute(f"SELECT * FROM {name} ORDER BY 1, 3, 2, 4").fetchall() for name in INDEX_TABLES]
+
+
+INDEX_TABLES = ("samples", "sample_parts")
+
+
 def test_the_meta_data_are_those_of_energon_prepare(tmp_path: Path) -> None:
     """The same shards, prepared by energon's own command."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -97,6 +108,13 @@ def test_the_meta_data_are_those_of_energon_prepare(tmp_path: Path) -> None:
     assert [p.read_bytes() for p in sorted(ours.glob("*.idx"))] == [
         p.read_bytes() for p in sorted(theirs.glob("*.idx"))
     ]
+    assert _tables(ours) == _tables(theirs)
+    # Without the notes of the writers, shards are read for the same rows.
+    noted = _tables(ours)
+    assert not list((ours / ".prepare").glob("*.rows.json"))
+    shutil.rmtree(ours / ".nv-meta")
+    make(tmp_path / "src" / "sharegpt.json", ours)
+    assert _tables(ours) == noted
 
 
 def test_energon_lint(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_every_kind_is_skipped_with_its_reason(place: Path) -> None:
     assert result.counts.reasons.total() == len(BAD) == result.counts.skipped
     assert result.counts.reasons[Reason.ROLE_ORDER.value] == 5
     assert result.counts.roles == {"'narrator'": 1, "None": 1}
-    assert result.counts.conversations == len(BAD) == result.counts.pictures
+    assert result.counts.conversations == len(BAD) == result.counts.images
 
 
 def test_a_broken_row_of_a_list_is_skipped_too(place: Path) -> None:
@@ -191,7 +191,7 @@ def test_too_many_skipped_rows_end_it(place: Path, capsys: pytest.CaptureFixture
     command = ["prepare", str(source), "--out", str(place / "out"), "--num-workers", "0"]
     assert main(command) == 2
     told = capsys.readouterr().err
-    assert "2 of 32 rows were skipped (6.25%, --max-skip-rate is 1.00%)" in told
+    assert "2 of 32 rows skipped (6.25%, --max-skip-rate is 1.00%)" in told
     assert "rows.jsonl, row 30 (bad): no assistant turn" in told and "gone.jpg" in told
     with pytest.raises(DataError, match="has not completed it"):
         check_dataset(place / "out")

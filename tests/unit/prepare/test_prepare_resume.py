@@ -62,7 +62,7 @@ def test_everything_is_on_the_disk_before_the_dataset_is_complete(
     monkeypatch.setattr(os, "fsync", record)
     make(source, tmp_path / "out")
     shards = {path.name for path in (tmp_path / "out").glob("*.tar")}
-    assert {f"{name}.idx" for name in shards} <= set(flushed)
+    assert {f"{SCRATCH}/{name}.idx.{os.getpid()}.part" for name in shards} <= set(flushed)
     written = {path.name for path in (tmp_path / "out" / META).iterdir()}
     assert written == {name.rpartition("/")[2] for name in flushed if name.startswith(f"{SCRATCH}/nv-meta/")}
     assert "." in flushed[flushed.index(f"{SCRATCH}/nv-meta") :]

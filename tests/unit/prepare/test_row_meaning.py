@@ -268,8 +268,8 @@ def test_what_nothing_reads_is_counted(tmp_path: Path, hf: Path, capsys: pytest.
     command = ["prepare", str(tmp_path / "rows.json"), "--out", str(tmp_path / "out"), "--num-workers", "0"]
     assert main([*command, "--max-skip-rate", "0.5", "--tokenizer-load-dir", str(hf)]) == 0
     told = capsys.readouterr().out
-    assert "out: not used: `score` in 2 rows, `mood` of turns in 1 rows" in told
-    assert "out: unknown roles: 'narrator' in 1 rows" in told
+    assert "out: not used: `score` in 2 rows, `mood` of turns in 1 row" in told
+    assert "out: unknown roles: 'narrator' in 1 row" in told
     pq.write_table(
         pa.table({"question": ["Q"], "answer": ["A"], "mood": ["m"], "system": ["S"]}), tmp_path / "a.parquet"
     )
@@ -278,7 +278,7 @@ def test_what_nothing_reads_is_counted(tmp_path: Path, hf: Path, capsys: pytest.
     write_tar(tmp_path / "own" / "000000.tar", {"a": {"json": chat(Q, A | {"mood": "good"}, score=1)}})
     flags = ["--tokenizer-load-dir", str(hf), "--seq-length", "128", "--data-path"]
     assert main(["check", *flags, str(index(tmp_path / "own"))]) == 0
-    assert "note: not used: `score` in 1 samples, `mood` of turns in 1 samples" in capsys.readouterr().out
+    assert "note: not used: `score` in 1 sample, `mood` of turns in 1 sample" in capsys.readouterr().out
     assert main(["check", *flags, str(tmp_path / "out")]) == 0
     assert "not used" not in capsys.readouterr().out
 

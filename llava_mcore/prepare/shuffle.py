@@ -1,0 +1,123 @@
+"""The order of a source's rows, shuffled by a seed: where each row of a shard is, without an order in memory.
+
+The order is a permutation that is computed, so every process knows the rows of its shard from their numbers alone. Rows
+are then read one by one. What is stored is the place of each row in files that have no numbers: 16 bytes, on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llava_mcore.prepare.row_types import RowRange, ShuffledRows
+
+ROUNDS = 8
+IN_MEMORY = 1 << 24
+"""Bytes of offsets that are held before they go to a temporary file."""
+BUFFERED = 1 << 13
+"""Offsets to write at a time."""
+BY_NUMBER = -1
+Numbers = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """A permutation of the numbers below `size` that depends on a seed.
+
+    It is a Feistel network over the smallest even number of bits that holds them; a result that is no number below
+    `size` is permuted again, until it is one (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+
+    size: int
+    seed: int
+
+    def __call__(self, positions: Numbers) -> Numbers:
+        """Return the numbers at positions of the permuted sequence."""
+        numbers = self._encrypt(positions)
+        while (outside := numbers >= self.size).any():
+            numbers[outside] = self._encrypt(numbers[outside])
+        return numbers
+
+    def _encrypt(self, numbers: Numbers) -> Numbers:
+        half = np.uint64(max(1, -(-(self.size - 1).bit_length() // 2)))
+        mask = (np.uint64(1) << half) - np.uint64(1)
+        left, right = numbers >> half, numbers & mask
+        for round_ in range(ROUNDS):
+            digest = hashlib.sha256(f"{self.seed} {round_}".encode()).digest()
+            left, right = right, left ^ (_mixed(right ^ np.uint64(int.from_bytes(digest[:8], "little"))) & mask)
+        return (left << half) | right
+
+
+def _mixed(numbers: Numbers) -> Numbers:
+    """Return the finalizer of SplitMix64 (Steele et al. 2014): every bit depends on all bits."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+class RowOffsets:
+    """Collects the first and the last byte of rows while a source is read through, in the order of the rows."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._buffer = array("Q")
+        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115 — closed with this object
+
+    def add(self, start: int, stop: int) -> None:
+        """Take the next row: its first byte, and the one after its last."""
+        self._buffer.extend((start, stop))
+        self.num_rows += 1
+        if len(self._buffer) >= BUFFERED:
+            self._flush()
+
+    def save(self, path: Path) -> None:
+        """Write all of them to a file, as uint64 [rows, 2]."""
+        self._flush()
+        self._file.seek(0)
+        with path.open("wb") as file:
+            shutil.copyfileobj(self._file, file)
+
+    def _flush(self) -> None:
+        self._file.write(self._buffer.tobytes())
+        self._buffer = array("Q")
+
+
+@dataclass(slots=True)
+class ShuffledOrder:
+    """Which row is at which position of the shuffled source. Small, and sent to every process."""
+
+    seed: int
+    num_rows: int
+    first_rows: Sequence[int]
+    """Rows of the source before each file."""
+    first_offsets: Sequence[int]
+    """Rows with offsets before each file; BY_NUMBER: its rows are found by their number."""
+    offsets: Path
+    """File of `RowOffsets`, which may be empty."""
+    _mapped: Numbers | None = field(default=None, init=False, repr=False, compare=False)
+
+    def rows(self, part: ShuffledRows) -> Iterator[RowRange]:
+        """Yield the rows at some positions, each as a range of one row. `RowRange.row` is its position."""
+        positions = np.arange(part.first, part.first + part.count, dtype=np.uint64)
+        numbers = Permutation(self.num_rows, self.seed)(positions).astype(np.int64)
+        files = np.searchsorted(np.asarray(self.first_rows), numbers, side="right") - 1
+        for position, number, file in zip(positions.tolist(), numbers.tolist(), files.tolist(), strict=True):
+            index, start, stop = number - self.first_rows[file], 0, 0
+            if self.first_offsets[file] != BY_NUMBER:
+                start, stop = map(int, self._offsets()[self.first_offsets[file] + index])
+            yield RowRange(file, position, index, 1, start, stop)
+
+    def _offsets(self) -> Numbers:
+        """Map the file of offsets into memory, once per process."""
+        if self._mapped is None:
+            self._mapped = np.memmap(self.offsets, np.uint64, "r").reshape(-1, 2)
+        return self._mapped

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_mcore.config.rules.all_rules import check_devices, check_run
+from llava_mcore.config.rules.delta_nets import check_kernels
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
@@ -92,6 +93,7 @@ def preflight(
     # These import transformers and energon, for which --help and errors in flags should not wait.
     from llava_mcore.adapters.adaptation import adapter_setup_of
     from llava_mcore.checkpoint.choose_start import resumes, start_point
+    from llava_mcore.compat.delta_rule import capabilities_of_gpus, has_fla, triton_without_gradients
     from llava_mcore.data.encode.augment import Augmentation, augmentation_of
     from llava_mcore.data.loader.budgets import check_budgets
     from llava_mcore.data.storage.dataset_path import VALIDATION, check_dataset
@@ -115,6 +117,15 @@ def preflight(
         dims = model_dims(hf)
         if start.checkpoint is not None:
             adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    if dims is not None and not in_image:
+        triton = triton_without_gradients(capabilities_of_gpus()) if dims.delta_key_heads and gpu_count else None
+        errors += check_kernels(
+            dims,
+            deterministic=run.training.deterministic,
+            has_gpus=gpu_count > 0,
+            has_kernels=has_fla(),
+            wrong_triton=triton,
+        )
     # The data, and what is done with it.
     with collecting(errors):
         check_dataset(run.data.path)

@@ -24,6 +24,7 @@ from transformers import (
     Qwen2AudioProcessor,
     Qwen2Config,
     Qwen2VLImageProcessor,
+    Qwen3_5Config,
     SiglipImageProcessor,
     SiglipVisionConfig,
     WhisperFeatureExtractor,
@@ -54,11 +55,25 @@ QWEN_7B = {
     "num_key_value_heads": 4,
     "vocab_size": 152064,
 }
+QWEN3_5_VIT = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16}
+QWEN3_5_9B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 248320,
+}
 QWEN1_7B = {**LLAMA_7B, "vocab_size": 156032}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY_QWEN = {**TINY, "num_key_value_heads": 2}
 TINY_QWEN_VIT = {"hidden_size": 64, "intermediate_size": 96, "depth": 2, "num_heads": 4, "fullatt_block_indexes": [1]}
-
+TINY_QWEN3_5_VIT = {"hidden_size": 64, "intermediate_size": 96, "depth": 2, "num_heads": 4}
+TINY_QWEN3_5 = {
+    **{**TINY_QWEN, "num_hidden_layers": 4, "head_dim": 32},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 TINY_WHISPER = {"d_model": 64, "encoder_ffn_dim": 128, "encoder_layers": 2, "encoder_attention_heads": 4}
 
 SOUND_SECONDS = (2.0, 16.0)
@@ -75,7 +90,7 @@ def random_sizes(shortest: int, longest: int, number: int = 64) -> tuple[Size, .
     return tuple((draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(number))
 
 
-Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen2_audio"]
+Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen3_5", "qwen2_audio"]
 """The model_type of a Hugging Face class."""
 
 
@@ -102,10 +117,12 @@ SHAPES: dict[str, Shape] = {
     "siglip-so400m-qwen2.5-7b": Shape("llava", SO400M, QWEN_7B, "siglip", "qwen2"),
     "llava-onevision-7b": Shape("llava_onevision", SO400M, QWEN_7B, "siglip", "qwen2", PHOTOGRAPHS),
     "qwen2.5-vl-7b": Shape("qwen2_5_vl", QWEN_VIT, QWEN_7B, sizes=random_sizes(300, 1600)),
+    "qwen3.5-9b": Shape("qwen3_5", QWEN3_5_VIT, QWEN3_5_9B, sizes=random_sizes(300, 1600)),
     "qwen2-audio-7b": Shape("qwen2_audio", WHISPER_LARGE, QWEN1_7B, decoder="qwen2", sizes=NO_PICTURES),
     "llava-1b": Shape("llava", CLIP_L, LLAMA_1B),
     "tiny-onevision": Shape("llava_onevision", TINY, TINY_QWEN, "siglip", "qwen2", PHOTOGRAPHS),
     "tiny-qwen2.5-vl": Shape("qwen2_5_vl", TINY_QWEN_VIT, TINY_QWEN, sizes=random_sizes(56, 224)),
+    "tiny-qwen3.5": Shape("qwen3_5", TINY_QWEN3_5_VIT, TINY_QWEN3_5, sizes=random_sizes(64, 256)),
     "tiny-qwen2-audio": Shape("qwen2_audio", TINY_WHISPER, TINY_QWEN, decoder="qwen2", sizes=NO_PICTURES),
     "tiny": Shape("llava", TINY, TINY),
 }
@@ -162,7 +179,7 @@ def make_hf_folder(folder: Path, name: str, *, seq_length: int, num_layers: int 
     text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "tie_word_embeddings": False}
     if num_layers is not None:
         text["num_hidden_layers"] = num_layers
-    writers = {"qwen2_5_vl": _write_qwen, "qwen2_audio": _write_audio}
+    writers = {"qwen2_5_vl": _write_qwen, "qwen3_5": _write_qwen3_5, "qwen2_audio": _write_audio}
     return writers.get(shape.kind, _write_llava)(folder, shape, text)
 
 
@@ -220,6 +237,32 @@ def _write_qwen(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedC
         tie_word_embeddings=False,
     )
     images = Qwen2VLImageProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 1600 * 1600})
+    return _save(folder, config, images, tokenizer)
+
+
+def _write_qwen3_5(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
+    """Write a folder of Qwen3_5ForConditionalGeneration: three delta nets, then attention that rotates a quarter of
+    each head; its pictures keep their size, rounded to whole patches."""
+    tokenizer = make_tokenizer(QWEN_SPECIAL, QWEN_TEMPLATE)
+    half = text["head_dim"] // 8
+    sections = [(half + 2) // 3, (half + 1) // 3, half // 3]  # 11, 11, 10 of 32 frequencies in the 9B model
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    ids = tokenizer.convert_tokens_to_ids
+    config = Qwen3_5Config(
+        vision_config={**shape.vision, "out_hidden_size": text["hidden_size"]},
+        text_config={**text, "rope_parameters": rope | {"mrope_section": sections, "mrope_interleaved": True}},
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    images = Qwen2VLImageProcessor(
+        size={"shortest_edge": 64 * 64, "longest_edge": 1600 * 1600},
+        patch_size=16,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
     return _save(folder, config, images, tokenizer)
 
 

@@ -5,6 +5,8 @@ Adapters belong to Hugging Face's layers (q_proj), of which megatron-core's hold
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,11 +16,23 @@ from transformers import PretrainedConfig
 from llava_mcore.compat.transformers import model_without_weights
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
-from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, TensorTransform
+from llava_mcore.weights.layouts import (
+    Concat,
+    ConcatRows,
+    Copy,
+    FuseGatedQKV,
+    FuseQKV,
+    PadColumns,
+    PadParts,
+    Regroup,
+    TensorTransform,
+)
 from llava_mcore.weights.names import HfNames
 from llava_mcore.weights.table import Entry
 
 WEIGHT, BIAS = ".weight", ".bias"
+_OF_LINEARS = (Copy, Concat, ConcatRows, PadParts, PadColumns, FuseQKV, FuseGatedQKV, Regroup)
+"""Layouts of linear layers' matrices."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +76,22 @@ class MegatronLinear:
         if isinstance(layout, FuseQKV | Regroup):
             heads = FuseQKV(layout.heads // tp_size, layout.groups // tp_size)
             return heads, (0, 1, 2) if isinstance(layout, FuseQKV) else (0, 0, 0)
+        if isinstance(layout, FuseGatedQKV):
+            return FuseGatedQKV(layout.heads // tp_size, layout.groups // tp_size), (0, 1, 2)
+        if isinstance(layout, ConcatRows):
+            return self._sections(layout, tp_size)
         if isinstance(layout, Concat | PadParts):
             return Concat(layout.num_parts), tuple(range(layout.num_parts))
         if self.entry.shard.blocks > 1:
             return Concat(self.entry.shard.blocks), (0,) * self.entry.shard.blocks
         return Copy(), (0,)
+
+    def _sections(self, layout: ConcatRows, tp_size: int) -> tuple[TensorTransform, tuple[int, ...]]:
+        """Return the blocks of a layer whose members consist of whole sections."""
+        sections = self.entry.shard.sections
+        ends = list(itertools.accumulate(layout.rows))
+        members = tuple(bisect.bisect_left(ends, end) for end in itertools.accumulate(sections))
+        return ConcatRows(tuple(x // tp_size for x in sections)), members
 
 
 @dataclass(frozen=True)
@@ -171,7 +196,7 @@ def _entries(hf: PretrainedConfig, names: HfNames) -> dict[str, Entry]:
 def _may_be_linear(entry: Entry) -> bool:
     """Return whether an entry is the weight of a divided linear layer, other than the output layer."""
     is_matrix = entry.megatron.endswith(WEIGHT) and entry.shard.dim is not None
-    return is_matrix and isinstance(entry.layout, Copy | Concat | PadParts | PadColumns | FuseQKV | Regroup)
+    return is_matrix and isinstance(entry.layout, _OF_LINEARS)
 
 
 def _inside(name: str, names: HfNames) -> str:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.dist import check_model
-from llava_mcore.checkpoint.torch_dist_metadata import StoredParameter, StoredTensors
+from llava_mcore.checkpoint.torch_dist_metadata import Chunk, StoredParameter, StoredTensors
 from llava_mcore.convert.io.export_jobs import EntryRead, export_all, hash_files, hf_tensors
 from llava_mcore.convert.io.megatron_lm import LegacyTensors, is_legacy
 from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, stored_slices
@@ -25,7 +25,7 @@ from llava_mcore.models.model_table import detect_names, mapping_table, usual_na
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.parallel.groups import single_process
-from llava_mcore.weights.slices import Scratch, Shape
+from llava_mcore.weights.slices import Scratch, Shape, TensorSlice
 from llava_mcore.weights.table import MappingTable
 
 EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -197,8 +197,24 @@ def parameters(
     state = model.sharded_state_dict()
     check_model(state, stored.folder)
     slices = stored_slices(state, shapes)
-    _refuse_extra(set(stored) - {at.key for at in slices.values()}, stored.folder)
-    return {name: stored.parameter(at.key, at.tensor_slice) for name, at in slices.items()}
+    _refuse_extra(set(stored) - {at.key for parts in slices.values() for at in parts}, stored.folder)
+    return {
+        name: _joined([(at.first, stored.parameter(at.key, at.tensor_slice)) for at in x]) for name, x in slices.items()
+    }
+
+
+def _joined(parts: Sequence[tuple[int, StoredParameter]]) -> StoredParameter:
+    """Return a parameter of whose rows each part has some, from a first one on, in the coordinates of the parameter."""
+    if len(parts) == 1:
+        return parts[0][1]
+    chunks: list[tuple[TensorSlice, Chunk | TensorAt]] = []
+    for first, part in parts:
+        start = part.tensor_slice.start
+        origin = (start[0] - first, *start[1:])
+        chunks += [(tensor_slice.seen_from(origin), at) for tensor_slice, at in part.chunks]
+    last = parts[-1][1].tensor_slice.size
+    shape = (parts[-1][0] + last[0], *last[1:])
+    return StoredParameter(TensorSlice.full(shape), tuple(chunks), parts[0][1].dtype)
 
 
 def legacy_parameters(

@@ -21,10 +21,12 @@ MODULES = {
     "Pillow": "PIL.Image",
     "PyYAML": "yaml",
     ENGINE: "transformer_engine.pytorch",
+    "fla-core": "fla.ops",
 }
 """Package -> the module that is imported, if it has another name."""
 PURPOSES = {
     "gpu": "Transformer Engine: training on GPUs, FP8",
+    "delta": "flash-linear-attention: Qwen3.5 on GPUs",
     "video": "video files in prepare, generate and chat",
     "audio": "sounds in prepare, generate and chat; sounds in training",
     "qlora": "--lora-quantize nf4, --load-in-4bit",

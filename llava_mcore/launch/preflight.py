@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_mcore.config.rules.all_rules import check_devices, check_run
+from llava_mcore.config.rules.delta_nets import check_kernels
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
@@ -100,6 +101,7 @@ def preflight(
         return errors + check_run(run, None, world_size, gpu_count > 0, typed=typed)
     # These import transformers, for which errors in flags and folders should not wait.
     from llava_mcore.adapters.adaptation import adapter_setup_of
+    from llava_mcore.compat.delta_rule import capabilities_of_gpus, has_fla, triton_without_gradients
     from llava_mcore.data.encode.augment import Augmentation, augmentation_of
     from llava_mcore.data.loader.budgets import check_budgets
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
@@ -115,6 +117,15 @@ def preflight(
             dims = model_dims(hf)
             if start.checkpoint is not None:
                 adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
+    if dims is not None and not in_image:
+        triton = triton_without_gradients(capabilities_of_gpus()) if dims.delta_key_heads and gpu_count else None
+        errors += check_kernels(
+            dims,
+            deterministic=run.training.deterministic,
+            has_gpus=gpu_count > 0,
+            has_kernels=has_fla(),
+            wrong_triton=triton,
+        )
     with collecting(errors):
         check_choice(run.data.chat_template)
     with collecting(errors):

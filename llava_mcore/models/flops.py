@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
-from llava_mcore.models.language.dense import head_dim
+from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.vision.registry import vision_family
 
 _TERA = 1e12
@@ -125,8 +125,9 @@ def model_flops(hf: PretrainedConfig, workload: Workload, trained: TrainedParts)
     scores = _attention(architecture_of(hf).connector_attention(hf, workload.media), flows=into_language)
     language = trained.language_model
     flows = language or trained.language_adapter > 0 or into_language
-    layers = 2 * workload.num_tokens * text.num_hidden_layers * _decoder_layer_weights(hf)
-    attention = 4 * workload.num_pairs * text.num_hidden_layers * text.num_attention_heads * head_dim(text)
+    family = language_family(text)
+    layers = 2 * workload.num_tokens * family.layer_weights(text)
+    attention = family.attention_products(text, num_tokens=workload.num_tokens, num_pairs=workload.num_pairs)
     return ModelFlops(
         **vision,
         projection=_sum([*products, scores]),
@@ -160,14 +161,6 @@ def _sum(parts: Sequence[Flops]) -> Flops:
 
 def _attention(forward: int, *, flows: bool) -> Flops:
     return Flops(forward, 2 * forward * flows)
-
-
-def _decoder_layer_weights(hf: PretrainedConfig) -> int:
-    """Return the weights of a decoder layer's matrices: queries, keys, values, output, gated MLP."""
-    text = hf.text_config
-    heads, groups = text.num_attention_heads, text.num_key_value_heads
-    attention = text.hidden_size * head_dim(text) * (2 * heads + 2 * groups)
-    return attention + 3 * text.hidden_size * text.intermediate_size
 
 
 def _vision(hf: PretrainedConfig, media: MediaWork, *, weight: bool, flows: bool) -> dict[str, Flops]:

@@ -13,6 +13,9 @@ from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.weights.names import HfNames, TextNames
 from llava_mcore.weights.table import REPLICATED, Entry, MappingTable
 
+CARRIED = "transformers' model has no such module; written back by an export as it came"
+"""The reason why a tensor of `KnownNames.carried` is not used."""
+
 
 def mapping_table(
     hf: PretrainedConfig, names: HfNames, *, hf_tensors: Iterable[str], padded_vocab_size: int
@@ -43,6 +46,7 @@ def mapping_table(
     ]
     # Tensors that only some files have.
     unused = tower.unused(vision, prefix=names.vision, num_layers=num_layers)
+    unused |= {name: CARRIED for name in sorted(present) if name.startswith(architecture.names.carried)}
     copies = {names.lm_head: names.embedding} if tied and not only_head else {}
     return MappingTable.of(
         entries,

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from llava_mcore.models.audio.encoder import AudioTransformer
+from llava_mcore.models.language.delta_net import PROJECTIONS, DeltaNet
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.vision.normed_heads import NormedHeadsAttention
 from llava_mcore.models.vision.patches import PatchTransformer
 from llava_mcore.models.vision.transformer import VisionTransformer
 from llava_mcore.weights.names import HfNames, LayerNames
@@ -169,25 +171,52 @@ def _watch_layer(
     ffn: int | None = None,
 ) -> None:
     """Record a decoder or encoder layer, whose outputs are [s, b, f]. `ffn`: the MLP's width without padding."""
-    attention, mlp, inside = layer.self_attention, layer.mlp, prefix + "."
-
-    def heads(name: str, out: Tensor) -> dict[str, Tensor]:
-        return {name: gather(_batch_first(out).flatten(2))}
+    mlp, inside = layer.mlp, prefix + "."
 
     def into_mlp(out: Any) -> dict[str, Tensor]:
         parts = _batch_first(_with_bias(out)).chunk(1 + mlp.config.gated_linear_unit, dim=-1)
         return _named(inside, hf.into, [gather(x)[..., :ffn] for x in parts])
 
     recorder.watch(layer.input_layernorm, lambda out: {inside + hf.norm_before: _batch_first(out)})
-    recorder.watch(attention.linear_qkv, lambda out: _split_heads(attention, out, inside, hf, gather))
-    for norm, name in ((attention.q_layernorm, "q_norm"), (attention.k_layernorm, "k_norm")):
-        if norm is not None:
-            recorder.watch(norm, partial(heads, f"{inside}self_attn.{name}"))
-    _watch_output(recorder, attention.linear_proj, inside, hf.attention_out, hf.norm_after_attention)
+    if isinstance(layer.self_attention, DeltaNet):
+        _watch_delta_net(recorder, layer.self_attention, inside + "linear_attn.", gather)
+    else:
+        _watch_attention(recorder, layer.self_attention, inside, hf, gather)
     recorder.watch(layer.pre_mlp_layernorm, lambda out: {inside + hf.norm_between: _batch_first(out)})
     recorder.watch(mlp.linear_fc1, into_mlp)
     _watch_output(recorder, mlp.linear_fc2, inside, hf.out_of, hf.norm_after_mlp)
     recorder.watch(layer, lambda out: {prefix: _batch_first(_layer_output(layer, out))})
+
+
+def _watch_attention(
+    recorder: Recorder, attention: SelfAttention, inside: str, hf: LayerNames, gather: Gather
+) -> None:  # fmt: skip
+    def heads(name: str, out: Tensor) -> dict[str, Tensor]:
+        return {name: gather(_batch_first(out).flatten(2))}
+
+    recorder.watch(attention.linear_qkv, lambda out: _split_heads(attention, out, inside, hf, gather))
+    for norm, name in ((attention.q_layernorm, "q_norm"), (attention.k_layernorm, "k_norm")):
+        if norm is not None:
+            recorder.watch(norm, partial(heads, f"{inside}self_attn.{name}"))
+    if isinstance(attention, NormedHeadsAttention):
+        recorder.watch(attention.query_norm, partial(heads, f"{inside}attention.q_norm"))
+        recorder.watch(attention.key_norm, partial(heads, f"{inside}attention.k_norm"))
+    _watch_output(recorder, attention.linear_proj, inside, hf.attention_out, hf.norm_after_attention)
+
+
+def _watch_delta_net(recorder: Recorder, net: DeltaNet, inside: str, gather: Gather) -> None:
+    def projected(out: Any) -> dict[str, Tensor]:
+        sections = _batch_first(_with_bias(out)).split(list(net.in_proj_split_sections), dim=-1)
+        *mixed, gate, beta, alpha = (gather(x) for x in sections)
+        parts = (torch.cat(mixed, dim=-1), gate, beta, alpha)
+        return {inside + name: x for name, x in zip(PROJECTIONS, parts, strict=True)}
+
+    def normed(out: Tensor) -> dict[str, Tensor]:  # [b, s, n, v]; Hugging Face's is [b * s * n, v]
+        return {inside + "norm": gather(out.flatten(2)).unflatten(2, (-1, net.value_head_dim)).flatten(0, 2)[None]}
+
+    recorder.watch(net.in_proj, projected)
+    recorder.watch(net.out_norm, normed)
+    recorder.watch(net.out_proj, lambda out: {inside + "out_proj": _batch_first(_with_bias(out))})
 
 
 def _layer_output(layer: TransformerLayer, out: Any) -> Tensor:
@@ -213,11 +242,18 @@ def _watch_output(recorder: Recorder, linear: nn.Module, inside: str, name: str,
 def _split_heads(
     attention: SelfAttention, output: Any, inside: str, hf: LayerNames, gather: Gather
 ) -> dict[str, Tensor]:
-    """Split Megatron's groups into query, key and value [b, s, f]: query heads, then a key, then a value."""
+    """Split Megatron's groups into query, key and value [b, s, f]: query heads, then a key, then a value.
+
+    An output gate comes after the queries; Hugging Face has it head by head with them.
+    """
     groups = attention.num_query_groups_per_partition
     heads = attention.num_attention_heads_per_partition // groups
-    by_group = _batch_first(_with_bias(output)).unflatten(-1, (groups, heads + 2, -1))  # [b, s, groups, heads, dim]
-    parts = by_group.split([heads, 1, 1], dim=-2)
+    gated = int(attention.config.attention_output_gate)
+    mixed = _batch_first(_with_bias(output))
+    by_group = mixed.unflatten(-1, (groups, heads * (1 + gated) + 2, -1))  # [b, s, groups, heads, dim]
+    parts = list(by_group.split([heads] * (1 + gated) + [1, 1], dim=-2))
+    if gated:
+        parts[:2] = [torch.stack(parts[:2], dim=-2).flatten(-3, -2)]
     return _named(inside, hf.query_key_value, [gather(part.flatten(2)) for part in parts])
 
 

@@ -16,7 +16,7 @@ from llava_mcore.models.architectures.registry import architecture_of, tower_con
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.registry import vision_family
-from llava_mcore.weights.names import FUSED_NORMS
+from llava_mcore.weights.names import FUSED_DELTA_NORM, FUSED_NORMS
 
 PARTS = ("vision_model", "vision_projection", "language_model")
 _LAYERS = "language_model.decoder.layers."
@@ -94,7 +94,7 @@ def whole_names(model: VisionLanguageModel) -> dict[str, Parameter]:
 def whole_name(model: VisionLanguageModel, name: str) -> str:
     """Number layers from the first stage, and undo Transformer Engine's fused norms and the copy of a tied
     embedding."""
-    for megatron_name, fused in FUSED_NORMS.items():
+    for megatron_name, fused in (*FUSED_NORMS.items(), FUSED_DELTA_NORM):
         name = name.replace(fused, megatron_name)
     if name.startswith(_LAYERS):
         local, _, rest = name.removeprefix(_LAYERS).partition(".")

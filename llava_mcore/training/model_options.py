@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from transformers import PretrainedConfig
 
+from llava_mcore.compat.delta_rule import triton_without_gradients
 from llava_mcore.compat.triton import NO_COMPILER, can_build_kernels
 from llava_mcore.config.rules.adapter import restores_matrices
+from llava_mcore.config.rules.delta_nets import no_gradients
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError
@@ -19,7 +22,8 @@ from llava_mcore.training.optimization.optimizer import params_dtype
 
 
 def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialize: bool) -> ModelOptions:
-    """Return the run's options for building its model."""
+    """Return the run's options for building its model. Raises ConfigError like the functions below."""
+    _require_gradients(run, groups, hf)
     model = run.model
     return ModelOptions(
         params_dtype=params_dtype(run),
@@ -39,6 +43,15 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         recompute_vision=recompute_options(model, model.recompute_vision),
         vision_data_parallel=run.parallel.vision_data_parallel,
     )
+
+
+def _require_gradients(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> None:
+    """Raise ConfigError for delta nets whose kernels cannot train with this rank's GPU and Triton."""
+    has_delta_nets = bool(language_family(hf.text_config).delta_dims(hf.text_config))
+    if has_delta_nets and groups.device.type == "cuda" and not run.training.deterministic:
+        triton = triton_without_gradients([torch.cuda.get_device_capability()])
+        if triton is not None:
+            raise ConfigError(no_gradients(triton))
 
 
 def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Literal["transformer_engine", "local"]:

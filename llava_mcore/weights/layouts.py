@@ -70,6 +70,32 @@ class FuseQKV:
 
 
 @dataclass(frozen=True)
+class FuseGatedQKV:
+    """q and its gate [heads*2*d, ...], head by head the query, then the gate; k and v [groups*d, ...]; and one tensor
+    [2*(heads + groups)*d, ...].
+
+    Megatron's order is group by group: the group's query heads, then their gates, its key and its value.
+    """
+
+    heads: int
+    groups: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        both, key, value = hf
+        per_group = self.heads // self.groups
+        by_head = both.unflatten(0, (self.groups, per_group, 2, -1))
+        query, gate = by_head.transpose(1, 2).unbind(1)  # [groups, heads of a group, d, ...]
+        of_groups = [x.unflatten(0, (self.groups, 1, -1)) for x in (key, value)]
+        return torch.cat([query, gate, *of_groups], dim=1).flatten(0, 2)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        per_group = self.heads // self.groups
+        by_group = megatron.unflatten(0, (self.groups, 2 * per_group + 2, -1))
+        query, gate, key, value = by_group.split([per_group, per_group, 1, 1], dim=1)
+        return torch.stack([query, gate], dim=2).flatten(0, 3), key.flatten(0, 2), value.flatten(0, 2)
+
+
+@dataclass(frozen=True)
 class FuseQV:
     """q and v [heads*d] and one bias [3*heads*d] in FuseQKV's order, whose keys are zero: files have none for them."""
 
@@ -112,6 +138,19 @@ class Concat:
 
     def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
         return megatron.chunk(self.num_parts, dim=0)
+
+
+@dataclass(frozen=True)
+class ConcatRows:
+    """Tensors with these numbers of rows, concatenated along dim 0."""
+
+    rows: tuple[int, ...]
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        return torch.cat(hf, dim=0)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return megatron.split(self.rows, dim=0)
 
 
 @dataclass(frozen=True)

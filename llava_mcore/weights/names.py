@@ -70,7 +70,8 @@ class KnownNames:
     `vision`, `projection`, `text`: prefixes, longest first, because the first match is used. `lm_head`:
     the output layer's name by the language model's prefix. `styles`: complete sets of names that a user may use in a
     pattern; the first is that of the class's common files. `newline`: names of the vector after rows of features, if
-    any.
+    any. `carried`: prefixes of tensors that transformers' model does not have: an import keeps them, and an export
+    writes them back.
     """
 
     vision: tuple[str, ...]
@@ -79,6 +80,7 @@ class KnownNames:
     lm_head: Mapping[str, str]
     styles: tuple[HfNames, ...]
     newline: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
 
     @classmethod
     def single(cls, style: HfNames) -> KnownNames:
@@ -126,3 +128,5 @@ FUSED_NORMS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """Name of a separate norm, with torch's layers -> its name in checkpoints."""
+FUSED_DELTA_NORM = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
+"""The first of these names, and the second in layers that have a delta net in place of attention."""

@@ -23,11 +23,12 @@ class Shard:
     """Split along `dim` (None: every rank holds the whole tensor).
 
     With `blocks` > 1 each of the equal blocks along `dim` is split separately and every rank gets its part
-    of each: SwiGLU's [gate; up] becomes [gate_r; up_r] on rank r.
+    of each: SwiGLU's [gate; up] becomes [gate_r; up_r] on rank r. `sections`: sizes of blocks that differ.
     """
 
     dim: int | None
     blocks: int = 1
+    sections: tuple[int, ...] = ()
 
     def split(self, full: Tensor, tp_size: int) -> list[Tensor]:
         """Return the slice of every tensor-parallel rank, in rank order.
@@ -38,6 +39,14 @@ class Shard:
         if self.dim is None or tp_size == 1:
             return [full] * tp_size
         size = full.shape[self.dim]
+        if self.sections:
+            if any(x % tp_size for x in self.sections):
+                raise ConversionError(
+                    f"a tensor of shape {tuple(full.shape)} cannot be split along dim {self.dim} for tp {tp_size}: its "
+                    f"parts are {', '.join(map(str, self.sections))}"
+                )
+            cut = [block.chunk(tp_size, self.dim) for block in full.split(self.sections, self.dim)]
+            return [torch.cat(parts, self.dim) for parts in zip(*cut, strict=True)]
         if size % (tp_size * self.blocks):
             raise ConversionError(
                 f"a tensor of shape {tuple(full.shape)} cannot be split along dim {self.dim} into "
@@ -50,7 +59,11 @@ class Shard:
         """Inverse of `split`: the slices of every rank, in rank order, back to the full tensor."""
         if self.dim is None:
             return slices[0]
-        by_block = zip(*(x.chunk(self.blocks, self.dim) for x in slices), strict=True)
+        if self.sections:
+            sizes = [x // len(slices) for x in self.sections]
+            by_block = zip(*(x.split(sizes, self.dim) for x in slices), strict=True)
+        else:
+            by_block = zip(*(x.chunk(self.blocks, self.dim) for x in slices), strict=True)
         return torch.cat([torch.cat(parts, self.dim) for parts in by_block], self.dim)
 
 

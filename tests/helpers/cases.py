@@ -97,6 +97,14 @@ CASES = [
     Case("siglip", "qwen2", {"feature_layer": -1, "tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "llava_onevision"),
     Case("internvit", "qwen2", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "internvl"),
     Case("internvit", "llama", {"vision_feature_layer": -2}, ONE_PROCESS + BOTH_AXES, "internvl"),
+    Case(
+        "internvit",
+        "qwen3",
+        {"vision_overrides": {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"}},
+        ONE_PROCESS + BOTH_AXES,
+        "internvl",
+        "6b",
+    ),
     Case("siglip", "llama", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics3"),
     Case("siglip", "llama", {"tie": True, "marks": False}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "smolvlm"),
     Case("siglip", "mistral", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics2"),
@@ -126,6 +134,7 @@ CASES = [
         "qwen3_vl",
         "yarn",
     ),
+    Case("qwen3_5", "qwen3_5", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen3_5"),
     Case("qwen2_audio_encoder", "qwen2", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_audio"),
 ]
 

@@ -180,7 +180,10 @@ ARCHITECTURES = {
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     """Make every tensor non-trivial (biases and norms too), so that a swap or a transposition shows."""
     zero_centred = {
-        id(p) for x in model.modules() if type(x).__name__.startswith("Gemma") for p in x.parameters(recurse=False)
+        id(p)
+        for x in model.modules()
+        if type(x).__name__.startswith("Gemma") or type(x).__name__ == "Qwen3_5RMSNorm"
+        for p in x.parameters(recurse=False)
     }
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -192,6 +195,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
                 p.copy_(0.5 + 0.2 * noise)
             elif p.ndim == 1:
                 p.copy_(0.1 * noise)
+            elif "conv1d" in name:  # of a few values, whose sum would be tiny
+                p.copy_(0.5 * noise)
             else:
                 p.copy_(0.08 * noise)
 

@@ -1,4 +1,4 @@
-"""Complete, tiny, random folders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, each with its own processor."""
+"""Complete, tiny, random folders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, each with its own processor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
@@ -61,6 +63,9 @@ _VISION = {
     "in_channels": 3,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+CALM_EPS = 1e-2
+"""Of the norms in Qwen3.5's language model. With the published 1e-6, the norm after a delta net amplifies the rounding
+of values near zero so much that fp32 itself is only good for a relative 1e-4; `test_delta_net.py` compares that."""
 KINDS: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         Qwen2VLConfig,
@@ -99,6 +104,24 @@ KINDS: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
         },
         {"head_dim": 16, "rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
     ),
+    "qwen3_5": (
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 25},
+        {
+            "head_dim": 16,
+            "rms_norm_eps": CALM_EPS,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "rope_parameters": ROPE
+            | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 """By model_type: config, model, processor, video processor, and what tower and language model have of their own."""
 
@@ -116,7 +139,7 @@ def make_hf_qwen(
     config_class, model_class, processor_class, video_class, vision, text = KINDS[name]
     tokenizer = make_tokenizer(404, named=TOKENS)
     own: dict[str, Any] = {}
-    if name == "qwen3_vl":  # the defaults of its two processors differ, in its files they do not
+    if name in ("qwen3_vl", "qwen3_5"):  # the defaults of its two processors differ, in its files they do not
         own = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     images = Qwen2VLImageProcessor(size={"shortest_edge": 24 * 24, "longest_edge": 96 * 96}, **_PATCHES, **own)
     videos = video_class(size={"shortest_edge": 24 * 24, "longest_edge": 96 * 96 * 8}, **_PATCHES)

@@ -65,6 +65,7 @@ TRAINED = {
     "qwen2_5_vl": Trained("qwen2_5_vl"),
     # Features of the tower are added after its first two layers, which must be on the first stage.
     "qwen3_vl": Trained("qwen3_vl", chunk=None),
+    "qwen3_5": Trained("qwen3_5", num_steps=6),
     "idefics2": Trained("idefics2"),
     "qwen2_5_vl, tied": Trained("qwen2_5_vl", num_steps=6, options={"tie": True}),
     "qwen3_vl, tied": Trained(

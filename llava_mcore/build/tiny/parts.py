@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 PATCH = 14
 SIDE = 4 * PATCH
@@ -115,8 +116,10 @@ def write(
 def _randomize(model: torch.nn.Module, seed: int) -> None:
     """Fill all weights from a seed: biases and norms too, so that a swapped or transposed tensor changes answers."""
     generator = torch.Generator().manual_seed(seed)
+    norms = [name for name, module in model.named_modules() if isinstance(module, Qwen3_5RMSNorm)]
+    centered = {f"{name}.weight" for name in norms}  # whose scale is 1 + weight
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            is_scale = "norm" in name and name.endswith("weight")
+            is_scale = "norm" in name and name.endswith("weight") and name not in centered
             parameter.copy_(1 + 0.1 * noise if is_scale else 0.08 * noise)

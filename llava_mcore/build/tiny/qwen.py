@@ -1,4 +1,4 @@
-"""Tiny folders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen2-Audio."""
+"""Tiny folders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen2-Audio."""
 
 from __future__ import annotations
 
@@ -34,31 +34,47 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 25,
         "deepstack_visual_indexes": [0, 2],
     },
+    "qwen3_5": {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 25},
 }
-_TEXTS: dict[str, dict[str, Any]] = {
+_ROPES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"mrope_section": [1, 2, 1]},
     "qwen2_5_vl": {"mrope_section": [1, 1, 2]},
     "qwen3_vl": {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    "qwen3_5": {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
 }
 """Settings of the rotary positions that differ between the classes."""
+_TEXTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"head_dim": 16},
+    "qwen3_5": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
+"""What else their language models have of their own."""
+_NEW = ("qwen3_vl", "qwen3_5")
+"""Classes with Qwen3-VL's processors."""
 
 
 def write_qwen_vl(name: str, folder: Path, seed: int) -> None:
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL; a token is 28 x 28 pixels."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5; a token is 28 x 28 pixels."""
     tokenizer = make_tokenizer(_TOKENS)
     patches = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
     min_pixels, max_pixels = (4 * PATCH) ** 2, (8 * PATCH) ** 2
     # The defaults of Qwen3-VL's two processors differ; in published files they do not.
-    means: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if name == "qwen3_vl" else {}
+    means: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if name in _NEW else {}
     images = hf.Qwen2VLImageProcessor(
         size={"shortest_edge": min_pixels, "longest_edge": max_pixels}, **patches, **means
     )
-    video_class = hf.Qwen3VLVideoProcessor if name == "qwen3_vl" else hf.Qwen2VLVideoProcessor
+    video_class = hf.Qwen3VLVideoProcessor if name in _NEW else hf.Qwen2VLVideoProcessor
     videos = video_class(size={"shortest_edge": min_pixels, "longest_edge": 8 * max_pixels}, **patches)
     processors = {
         "qwen2_vl": hf.Qwen2VLProcessor,
         "qwen2_5_vl": hf.Qwen2_5_VLProcessor,
-        "qwen3_vl": hf.Qwen3VLProcessor,
+        **dict.fromkeys(_NEW, hf.Qwen3VLProcessor),
     }
     marks = {kind: f"<|vision_start|>{_TOKENS[f'{kind}_token']}<|vision_end|>" for kind in ("image", "video")}
     processor = processors[name](images, tokenizer, videos, chat_template=chat_template(marks))
@@ -71,8 +87,8 @@ def write_qwen_vl(name: str, folder: Path, seed: int) -> None:
         "temporal_patch_size": 2,
         "in_channels": 3,
     }
-    text = text_values(tokenizer) | ({"head_dim": 16} if name == "qwen3_vl" else {})
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **_TEXTS[name]}
+    text = text_values(tokenizer) | _TEXTS.get(name, {})
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **_ROPES[name]}
     config = hf.CONFIG_MAPPING[name](
         vision_config=tower | _TOWERS[name],
         text_config=text,

@@ -10,15 +10,13 @@ from collections.abc import Collection, Iterator
 
 from llava_mcore.config.needs import check_needs
 from llava_mcore.config.rules.adapter import check_adapter, trains_projection, trains_tower
+from llava_mcore.config.rules.delta_nets import FP8_MULTIPLE, check_delta_nets
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.operation import check_operations
 from llava_mcore.config.rules.parallel import check_deepstack, check_options, check_stages, has_uneven_stages
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.files.hf_files import hub_hint
-
-FP8_MULTIPLE = 16
-"""The sizes of what FP8 multiplies are multiples of this."""
 
 
 def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_parallel: bool = False) -> list[str]:
@@ -35,6 +33,8 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_
         "MLP width of the language model": dims.ffn_hidden_size,
         "width of the projection": dims.hidden_size,
         "width inside the projection": dims.projection_ffn_hidden_size,
+        "key heads of the delta nets": dims.delta_key_heads,
+        "value heads of the delta nets": dims.delta_value_heads,
     }
     of_tower = _tower_sizes(dims)
     common = math.gcd(*sizes.values())
@@ -118,6 +118,7 @@ def check_run(
         errors += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
         if run.training.fp8_vision:
             errors += check_fp8_tower(dims, 1 if divides else tp, source)
+        errors += check_delta_nets(run, dims, source)
         if run.model.drop_class_token and dims.keeps_class_token:
             errors.append(
                 f"--no-add-class-token, but {source} keeps the class token (vision_feature_select_strategy full): "

@@ -13,7 +13,9 @@ class ModelDims:
     including those after the feature layer. `sliding_window` is None if every token sees all earlier ones.
     `num_deepstack`: features of inner layers of the tower, one added after each of the first decoder layers.
     `keeps_class_token`: the tower has one, and the language model sees it. `projection_ffn_hidden_size`: the width
-    between the matrices of what maps the tower's features, 0 if there is none.
+    between the matrices of what maps the tower's features, 0 if there is none. `delta_key_heads`, `delta_value_heads`:
+    of the layers that have a gated delta net in place of attention, 0 if there are none; `delta_width`: rows of the
+    first matrix of such a net.
     """
 
     num_layers: int
@@ -31,6 +33,9 @@ class ModelDims:
     keeps_class_token: bool = False
     projection_ffn_hidden_size: int = 0
     num_deepstack: int = 0
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_width: int = 0
 
     @property
     def num_deepstack_layers(self) -> int:

@@ -54,7 +54,11 @@ def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
     for name, p in model.named_parameters():
         marks = vars(p)  # megatron-core's layers mark parameters with their split; unsplit ones may lack the mark
         cut = marks.get("tensor_model_parallel", False)
-        expected = Shard(marks["partition_dim"], marks["partition_stride"]) if cut else Shard(None)
+        expected = Shard(None)
+        if cut:
+            expected = Shard(
+                marks["partition_dim"], marks.get("partition_stride", 1), marks.get("partition_sections", ())
+            )
         if table.entries[name].shard != expected:
             wrong.append(f"{name}: the table says {table.entries[name].shard}, the model {expected}")
     if wrong:
@@ -63,15 +67,17 @@ def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A parameter is `tensor_slice` of the tensor stored under `key`, which may have leading dims for layers."""
+    """Rows of a parameter, from `first` on, are `tensor_slice` of the tensor stored under `key`, which may have leading
+    dims for layers. Most parameters are one slice; a delta net's first matrix has a key for each of its parts."""
 
     key: str
     tensor_slice: TensorSlice
+    first: int = 0
 
 
-def stored_slices(model_state: SharedState, shapes: Mapping[str, Shape]) -> dict[str, StoredSlice]:
+def stored_slices(model_state: SharedState, shapes: Mapping[str, Shape]) -> dict[str, tuple[StoredSlice, ...]]:
     """Return where megatron-core stores each parameter of the given shapes."""
-    return {name: _stored_slice(_with_data(model_state[name], _meta(shape)), shape) for name, shape in shapes.items()}
+    return {name: _stored_slices(_with_data(model_state[name], _meta(shape))) for name, shape in shapes.items()}
 
 
 def planned_weights(
@@ -107,9 +113,9 @@ def planned_weights(
         full = entry.to_megatron(meta)
         # megatron-core's key and place, cut for the ranks; and the parts of the parameter that the pieces are.
         blocks = _with_data(sharded, full)
-        origin = _stored_slice(blocks, tuple(full.shape)).tensor_slice.start
+        stored = {x.key: x for x in _stored_slices(blocks)}
         state[name] = [cut for block in blocks for cut in _cut(block, entry.shard, tp_size)]
-        pieces = tuple(_piece(cut, origin) for cut in state[name])
+        pieces = tuple(_piece(cut, stored[cut.key]) for cut in state[name])
         writes.append(EntryWrite(entry, tensors, target_dtype, tuple(full.shape), pieces))
     return state, writes
 
@@ -118,17 +124,32 @@ def _meta(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _stored_slice(pieces: list[ShardedTensor], shape: Shape) -> StoredSlice:
-    """Return the slice that encloses the blocks of a whole parameter."""
-    origin = tuple(min(starts) for starts in zip(*(x.global_offset for x in pieces), strict=True))
-    return StoredSlice(pieces[0].key, TensorSlice(origin, (1,) * pieces[0].prepend_axis_num + shape))
+def _stored_slices(pieces: list[ShardedTensor]) -> tuple[StoredSlice, ...]:
+    """Return the slices that enclose the blocks of a whole parameter, one for each key, in the order of its rows."""
+    slices: list[StoredSlice] = []
+    first = 0
+    for key in dict.fromkeys(x.key for x in pieces):
+        parts = [_place(x) for x in pieces if x.key == key]
+        start = tuple(map(min, zip(*(x.start for x in parts), strict=True)))
+        ends = ((a + n for a, n in zip(x.start, x.size, strict=True)) for x in parts)
+        size = tuple(end - begin for end, begin in zip(map(max, zip(*ends, strict=True)), start, strict=True))
+        slices.append(StoredSlice(key, TensorSlice(start, size), first))
+        layers = pieces[0].prepend_axis_num
+        first += size[layers] if len(size) > layers else 0
+    return tuple(slices)
 
 
-def _piece(cut: ShardedTensor, origin: Shape) -> TensorChunk:
-    layers = cut.prepend_axis_num
-    stored = TensorSlice(tuple(cut.global_offset), (1,) * layers + tuple(cut.local_shape))
-    seen = stored.seen_from(origin)
-    return TensorChunk(cut.key, stored.start, stored.size, TensorSlice(seen.start[layers:], seen.size[layers:]))
+def _place(piece: ShardedTensor) -> TensorSlice:
+    return TensorSlice(tuple(piece.global_offset), (1,) * piece.prepend_axis_num + tuple(piece.local_shape))
+
+
+def _piece(cut: ShardedTensor, within: StoredSlice) -> TensorChunk:
+    layers, stored = cut.prepend_axis_num, _place(cut)
+    seen = stored.seen_from(within.tensor_slice.start)
+    start, size = seen.start[layers:], seen.size[layers:]
+    if within.first:
+        start = (within.first + start[0], *start[1:])
+    return TensorChunk(cut.key, stored.start, stored.size, TensorSlice(start, size))
 
 
 def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> list[ShardedTensor]:

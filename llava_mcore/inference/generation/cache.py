@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, of several sequences at once.
+"""What layers keep of the tokens so far, of several sequences at once: keys and values, or a delta net's state.
 
 megatron-core's StaticInferenceContext has one length for all sequences, keeps keys without their rotary positions and
 rotates all of them again for every token, and switches masks off, so windows too. Here a layer's core attention is
@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
+from llava_mcore.compat.delta_rule import torch_step
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.language.delta_net import DeltaNet, DeltaRule
 from llava_mcore.models.multimodal import VisionLanguageModel
 
 PIECE = 256
@@ -31,13 +33,15 @@ PIECE = 256
 class CachedRows:
     """The state of the sequences, for the caches of all layers.
 
-    `prefilled`: the row whose prompt is being read; None while every row gets one token. `lengths`: int64 [r] on the
+    `prefilled`: the row whose prompt is being read, of `prompt_length` tokens before its padding; None while every row
+    gets one token. `lengths`: int64 [r] on the
     device, tokens of each row before this pass. `longest`: the largest of them.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.num_rows = num_rows
         self.prefilled: int | None = None
+        self.prompt_length = 0
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.longest = 0
 
@@ -105,6 +109,63 @@ class CachedAttention(SDPAttention):
         return self.keys, self.values
 
 
+class CachedDeltaRule(DeltaRule):
+    """Delta rule that keeps the last inputs of its convolution [r, width - 1, c], and a state float32 [r, n, k, v]."""
+
+    def __init__(self, rule: DeltaRule, rows: CachedRows) -> None:
+        super().__init__(
+            rule.key_heads, rule.key_head_dim, rule.value_head_dim, deterministic=rule.deterministic
+        )  # fmt: skip
+        self.rows = rows
+        self.inputs: Tensor | None = None
+        self.state: Tensor | None = None
+
+    def forward(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor | None) -> Tensor:
+        """Read a prompt of s tokens, or one token of each of s >= r rows; the arguments are those of `DeltaRule`.
+
+        Returns:
+            [1, s, n, v]; zeros for a prompt's padding, and for tokens beyond the last row.
+        """
+        row = self.rows.prefilled
+        if row is None:
+            out = self._next_tokens(mixed, weight, decay, beta)
+        else:
+            length = self.rows.prompt_length
+            read = mixed[:, :length]
+            out, state = self.of_sequence(read, weight, decay[:, :length], beta[:, :length], with_state=True)
+            assert state is not None
+            inputs, states = self._reserved(read, state, weight.shape[1] - 1)
+            last = read[0, -inputs.shape[1] :]
+            inputs[row] = F.pad(last, (0, 0, inputs.shape[1] - len(last), 0))
+            states[row] = state[0]
+        return F.pad(out, (0, 0, 0, 0, 0, mixed.shape[1] - out.shape[1]))
+
+    def _next_tokens(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Return [1, r, n, v] of the first r tokens, each of another row."""
+        num_rows = self.rows.num_rows
+        assert self.inputs is not None and self.state is not None
+        window = torch.cat([self.inputs, mixed[0, :num_rows, None]], dim=1)  # [r, width, c]
+        self.inputs = window[:, 1:]
+        convolved = F.silu((window * weight.T).sum(1, keepdim=True))
+        decay, beta = (x[0, :num_rows, None] for x in (decay, beta))
+        out, self.state = torch_step()(
+            *self.repeated(*self.heads(convolved)),
+            g=decay,
+            beta=beta,
+            initial_state=self.state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return torch.as_tensor(out).transpose(0, 1)
+
+    def _reserved(self, read: Tensor, state: Tensor, num_inputs: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and states of all rows, zero at first."""
+        if self.inputs is None or self.state is None:
+            self.inputs = read.new_zeros(self.rows.num_rows, num_inputs, read.shape[2])
+            self.state = state.new_zeros(self.rows.num_rows, *state.shape[1:])
+        return self.inputs, self.state
+
+
 def _grown(before: Tensor | None, larger: Tensor) -> Tensor:
     """Copy what is in a cache into a larger one."""
     if before is not None:
@@ -114,16 +175,21 @@ def _grown(before: Tensor | None, larger: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def cached_rows(models: Sequence[VisionLanguageModel], num_rows: int, device: torch.device) -> Iterator[CachedRows]:
-    """Let the layers of a model's chunks on this rank keep keys and values until the end of the context."""
+    """Let the layers of a model's chunks on this rank keep what follows from their tokens, within the context."""
     rows = CachedRows(num_rows, device)
-    layers = [(model, layer) for model in models for layer in model.language_model.decoder.layers]
-    before = [layer.self_attention.core_attention for _, layer in layers]
-    for model, layer in layers:
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for model in models:
         softcap = model.language_model.shape.attention_softcap
-        cached = CachedAttention(model.config, layer.layer_number, softcap, rows)
-        layer.self_attention.core_attention = cached.eval()
+        for layer in model.language_model.decoder.layers:
+            mixer: nn.Module = layer.self_attention
+            if isinstance(mixer, DeltaNet):
+                name, cached = "delta_rule", CachedDeltaRule(mixer.delta_rule, rows)
+            else:
+                name, cached = "core_attention", CachedAttention(model.config, layer.layer_number, softcap, rows)
+            replaced.append((mixer, name, mixer.get_submodule(name)))
+            setattr(mixer, name, cached.eval())
     try:
         yield rows
     finally:
-        for (_, layer), attention in zip(layers, before, strict=True):
-            layer.self_attention.core_attention = attention
+        for mixer, name, module in replaced:
+            setattr(mixer, name, module)

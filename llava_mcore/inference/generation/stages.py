@@ -91,7 +91,7 @@ class CachedModel:
         Returns:
             On the last stage this rank's part of the next token's logits, [1, v / tp].
         """
-        self.rows.prefilled = row
+        self.rows.prefilled, self.rows.prompt_length = row, length
 
         def start(model: VisionLanguageModel) -> tuple[Tensor, Tensor | None]:
             return model.decoder_input(

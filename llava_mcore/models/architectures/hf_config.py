@@ -47,6 +47,11 @@ _LARGEST = {
     "num_mel_bins": 1 << 12,
     "max_source_positions": 1 << 20,
     "window_size": 1 << 15,
+    "linear_conv_kernel_dim": 1 << 6,
+    "linear_key_head_dim": 1 << 16,
+    "linear_value_head_dim": 1 << 16,
+    "linear_num_key_heads": 1 << 16,
+    "linear_num_value_heads": 1 << 16,
     "resampler_n_latents": 1 << 16,
     "resampler_depth": 2_000,
     "resampler_n_heads": 1 << 16,
@@ -182,4 +187,5 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
         num_deepstack=architecture_of(hf).num_deepstack(hf),
         keeps_class_token=tower.has_class_token(vision) and not features.drop_first_token,
         projection_ffn_hidden_size=architecture_of(hf).connector(hf).config_from_hf(hf)["ffn_hidden_size"],
+        **language_family(text).delta_dims(text),
     )

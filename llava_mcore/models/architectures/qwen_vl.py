@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL (dense): pictures of any size, and positions of time, height and width."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense): pictures of any size, and positions of time, height and width."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5Model,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
@@ -28,7 +31,7 @@ from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.patch_merger import MergerNames, PatchMerger
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.patch_plan import PatchPlan, TimedPlan, TimestampPlan
-from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlTower, Qwen25VlTower
+from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlTower, Qwen25VlTower, Qwen35Tower
 from llava_mcore.models.vision.registry import qwen_tower
 from llava_mcore.weights.names import HfNames, KnownNames
 
@@ -42,7 +45,7 @@ _NAMES = KnownNames(
     lm_head={_NEW.text: _NEW.lm_head, _OLD.text: _OLD.lm_head},
     styles=(_OLD, _NEW),
 )
-_MERGER = MergerNames("ln_q", "mlp.0", "mlp.2")
+_MERGER, _NEW_MERGER = MergerNames("ln_q", "mlp.0", "mlp.2"), MergerNames("norm", "linear_fc1", "linear_fc2")
 
 
 class Qwen2Vl(Architecture):
@@ -125,7 +128,7 @@ class Qwen3Vl(Qwen2Vl):
     def connector(self, hf: PretrainedConfig) -> Connector:
         """Return the mergers: of the last layer, and of those whose features are added in the language model."""
         return PatchMerger(
-            MergerNames("norm", "linear_fc1", "linear_fc2"),
+            _NEW_MERGER,
             "LayerNorm",
             out_size_key="out_hidden_size",
             num_inner=len(hf.vision_config.deepstack_visual_indexes),
@@ -148,3 +151,20 @@ class Qwen3Vl(Qwen2Vl):
     def num_deepstack(self, hf: PretrainedConfig) -> int:
         """Return how many inner layers of the tower have features of their own."""
         return len(hf.vision_config.deepstack_visual_indexes)
+
+
+class Qwen35(Qwen2Vl):
+    """Qwen3_5ForConditionalGeneration."""
+
+    config_class = Qwen3_5Config
+    model_class = Qwen3_5ForConditionalGeneration
+    names: ClassVar[KnownNames] = replace(_NAMES, styles=(_NEW,), carried=("mtp.",))
+    fields: ClassVar[Fields] = Qwen35Tower.fields
+    towers = Qwen35Tower.model_types
+    texts = ("qwen3_5_text",)
+    whole_model: ClassVar[type[PreTrainedModel]] = Qwen3_5Model
+    plan = TimestampPlan
+
+    def connector(self, hf: PretrainedConfig) -> Connector:
+        """Return the merger."""
+        return PatchMerger(_NEW_MERGER, "LayerNorm", out_size_key="out_hidden_size")

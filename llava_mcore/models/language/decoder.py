@@ -25,6 +25,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -33,6 +34,7 @@ from llava_mcore.config.rules.parallel import check_deepstack
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import SDPAttention, sees_window
+from llava_mcore.models.language.delta_net import DeltaNet, delta_layer
 from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
 from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
@@ -86,7 +88,8 @@ def block_spec(
         spec = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
         )
-        return _with_own_classes(with_plain_linears(spec) if plain_linears else spec, shape)
+        spec = _with_own_classes(with_plain_linears(spec) if plain_linears else spec, shape)
+        return spec if config.linear_attention_freq is None else _mixed_block(spec, config, vp_stage, norm=TENorm)
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     attention = layer.self_attention.submodules
@@ -102,7 +105,22 @@ def block_spec(
             submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=NormedRowParallelLinear),
         )
     spec = _with_own_classes(spec, shape)
-    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), layer_norm=TorchNorm)
+    return _mixed_block(spec, config, vp_stage, norm=TorchNorm)
+
+
+def _mixed_block(
+    spec: ModuleSpec, config: TransformerConfig, vp_stage: int | None, *, norm: Any
+) -> TransformerBlockSubmodules:
+    """Return the spec of a stage's layers: some have a delta net in place of their attention."""
+    num_layers = get_num_layers_to_build(config, vp_stage)
+    is_delta = config.linear_attention_freq
+    if is_delta is None:
+        return TransformerBlockSubmodules([spec] * num_layers, layer_norm=norm)
+    assert isinstance(is_delta, list), "the family's config has a number for each layer"
+    first = get_transformer_layer_offset(config, vp_stage)
+    other = delta_layer(spec)
+    layers = [other if x else spec for x in is_delta[first : first + num_layers]]
+    return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
 def with_plain_linears(spec: ModuleSpec) -> ModuleSpec:
@@ -170,7 +188,8 @@ class LanguageModel(GPTModel):
         else:
             set_frequencies(self.rotary_pos_emb, shape.rope.inv_freq)
         for layer in self.decoder.layers:
-            self._scale_rope(layer.self_attention, shape.rope)
+            if not isinstance(layer.self_attention, DeltaNet):
+                self._scale_rope(layer.self_attention, shape.rope)
         if shape.local_rope is not None:
             self._use_local_rope(shape.local_rope)
 

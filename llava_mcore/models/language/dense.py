@@ -86,15 +86,25 @@ def output_entries(names: TextNames) -> list[Entry]:
     ]
 
 
+def mlp_entries(names: TextNames) -> list[Entry]:
+    """Return templates of a gated MLP, whose matrices are separate in the files."""
+    m, h = names.megatron_layer, names.hf_layer
+    gate_up = (h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight")
+    return [
+        Entry(m + "mlp.linear_fc1.weight", gate_up, GATED_COLUMN, Concat(2)),
+        Entry(m + "mlp.linear_fc2.weight", h + "mlp.down_proj.weight", ROW),
+    ]
+
+
 def projection_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
     """Return templates of all matrices of a layer, which are separate in the files."""
     m, h = names.megatron_layer, names.hf_layer
     qkv = tuple(h + f"self_attn.{x}_proj.weight" for x in "qkv")
-    gate_up = (h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight")
+    into_mlp, _ = mlp_entries(names)
     fuse = FuseQKV(hf.num_attention_heads, hf.num_key_value_heads)
     return [
         Entry(m + "self_attention.linear_qkv.weight", qkv, COLUMN, fuse),
-        Entry(m + "mlp.linear_fc1.weight", gate_up, GATED_COLUMN, Concat(2)),
+        into_mlp,
         *output_entries(names),
     ]
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from llava_mcore.models.language.dense import head_dim
 from llava_mcore.models.language.shape import DecoderShape
 from llava_mcore.weights.names import TextNames
 from llava_mcore.weights.table import Entry
@@ -21,6 +22,10 @@ class LanguageFamily(ABC):
     computes_windows: ClassVar[bool] = False
     """Whether sliding windows are supported; otherwise sequences must not be longer than the window."""
 
+    def delta_dims(self, hf: PretrainedConfig) -> dict[str, int]:
+        """Return the fields of ModelDims about gated delta nets; empty if there are none."""
+        return {}
+
     @abstractmethod
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields. Raises ConversionError for unsupported settings."""
@@ -32,3 +37,13 @@ class LanguageFamily(ABC):
     @abstractmethod
     def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
         """Return the entries of all layers."""
+
+    def layer_weights(self, hf: PretrainedConfig) -> int:
+        """Return the number of weights in the matrices of all layers: queries, keys, values, output, gated MLP."""
+        heads, groups = hf.num_attention_heads, hf.num_key_value_heads
+        attention = hf.hidden_size * head_dim(hf) * (2 * heads + 2 * groups)
+        return int(hf.num_hidden_layers * (attention + 3 * hf.hidden_size * hf.intermediate_size))
+
+    def attention_products(self, hf: PretrainedConfig, *, num_tokens: int, num_pairs: int) -> int:
+        """Return the FLOPs of all layers' products of two activations, in the forward pass (see `flops.Workload`)."""
+        return int(4 * num_pairs * hf.num_hidden_layers * hf.num_attention_heads * head_dim(hf))

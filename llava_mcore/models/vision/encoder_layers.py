@@ -95,6 +95,7 @@ def layer_entries(
     names: LayerNames = USUAL_NAMES,
     gated: bool = False,
     norm_bias: bool = True,
+    qkv_bias: bool = True,
     ffn: tuple[int, int] | None = None,
 ) -> list[Entry]:
     """Return the entries of some encoder layers.
@@ -103,7 +104,7 @@ def layer_entries(
         prefix: of the layers in the files, up to the number.
         names: of the modules inside a layer.
         gated: whether the MLP's first matrix holds a gate and a value, of equal size.
-        norm_bias: whether norms have one.
+        norm_bias: whether norms have one. qkv_bias: whether queries, keys and values have one.
         ffn: the width inside the MLPs in the files, and in the model; None: they are equal.
     """
     m, h = megatron + "decoder.layers.{layer}.", prefix + "{layer}."
@@ -120,18 +121,23 @@ def layer_entries(
         Entry(m + "input_layernorm.{wb}", f"{h}{names.norm_before}.{{wb}}", REPLICATED),
         Entry(m + "pre_mlp_layernorm.{wb}", f"{h}{names.norm_between}.{{wb}}", REPLICATED),
     ]
+    into_mlp = [Entry(m + "mlp.linear_fc1.{wb}", into, GATED_COLUMN if gated else COLUMN, stack)]
     templates = [
-        Entry(m + "mlp.linear_fc1.{wb}", into, GATED_COLUMN if gated else COLUMN, stack),
-        Entry(m + "self_attention.linear_qkv.{wb}", qkv, COLUMN, fuse),
         Entry(m + "self_attention.linear_proj.weight", f"{h}{names.attention_out}.weight", ROW),
         Entry(m + "self_attention.linear_proj.bias", f"{h}{names.attention_out}.bias", REPLICATED),
         Entry(m + "mlp.linear_fc2.weight", f"{h}{names.out_of}.weight", ROW, narrow),
         Entry(m + "mlp.linear_fc2.bias", f"{h}{names.out_of}.bias", REPLICATED),
     ]
-    of_norms = WEIGHT_BIAS if norm_bias else WEIGHT_BIAS[:1]
+    heads_in = [Entry(m + "self_attention.linear_qkv.{wb}", qkv, COLUMN, fuse)]
+    of_norms, of_qkv = (WEIGHT_BIAS if has_bias else WEIGHT_BIAS[:1] for has_bias in (norm_bias, qkv_bias))
     return [
         x
-        for entries, endings in ((norms, of_norms), (templates, WEIGHT_BIAS))
+        for entries, endings in (
+            (norms, of_norms),
+            (into_mlp, WEIGHT_BIAS),
+            (heads_in, of_qkv),
+            (templates, WEIGHT_BIAS),
+        )
         for entry in entries
         for x in entry.expand(layer=layers, wb=endings)
     ]
@@ -176,6 +182,15 @@ def _adding_its_bias(linear: Callable[..., nn.Module]) -> Callable[..., nn.Modul
 
     def build(*sizes: int, **options: Any) -> nn.Module:
         return linear(*sizes, **options | {"skip_bias_add": False})
+
+    return build
+
+
+def without_bias(linear: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return how to build a linear layer without a bias in a layer whose others have one."""
+
+    def build(*sizes: int, **options: Any) -> nn.Module:
+        return linear(*sizes, **options | {"bias": False})
 
     return build
 

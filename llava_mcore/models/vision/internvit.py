@@ -1,4 +1,8 @@
-"""InternViT as transformers has it (internvl_vision, InternViT-300M): class token, layer scale."""
+"""InternViT as transformers has it (internvl_vision): class token, layer scale.
+
+InternViT-300M has layer norms, and biases everywhere. InternViT-6B has RMSNorm, also of queries and keys over all
+heads, and no biases of query, key and value.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from llava_mcore.errors import ConversionError
 from llava_mcore.models.vision.encoder_layers import (
     embedding_entries,
     layer_entries,
@@ -19,7 +24,7 @@ from llava_mcore.models.vision.family import TileTower
 from llava_mcore.models.vision.geometry import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.names import LayerNames
-from llava_mcore.weights.table import Entry
+from llava_mcore.weights.table import REPLICATED, Entry
 
 _CONV = "embeddings.patch_embeddings.projection"
 _NAMES = LayerNames(
@@ -30,20 +35,9 @@ _NAMES = LayerNames(
     into=("mlp.fc1",),
     out_of="mlp.fc2",
 )
-# What each key must be: InternViT-6B normalizes queries and keys over all heads, which tensor parallelism splits,
-# and megatron-core gives either all matrices biases or none but query, key and value.
-_REQUIRED = {
-    "norm_type": "layer_norm",
-    "use_qk_norm": False,
-    "attention_bias": True,
-    "use_absolute_position_embeddings": True,
-    "hidden_dropout_prob": 0.0,
-    "projection_dropout": 0.0,
-}
-_WHICH_MODELS = (
-    "InternViT-300M, the tower of InternVL with 1B to 14B parameters, has these values. InternViT-6B (26B, 38B, 78B) "
-    "and new towers with the defaults of transformers' class, which have no such biases, cannot be trained here"
-)
+_REQUIRED = {"use_absolute_position_embeddings": True, "hidden_dropout_prob": 0.0, "projection_dropout": 0.0}
+_NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+"""megatron-core's names of norm_type."""
 
 
 class InternVit(TileTower):
@@ -59,10 +53,12 @@ class InternVit(TileTower):
         """Return megatron-core TransformerConfig fields.
 
         Raises:
-            ConversionError: a variant that is not supported (InternViT-6B).
+            ConversionError: a variant that is not supported.
         """
-        require(hf, _REQUIRED, advice=_WHICH_MODELS)
-        return transformer_fields(hf, num_layers)
+        require(hf, _REQUIRED)
+        if hf.norm_type not in _NORMS:
+            raise ConversionError(f"vision_config.norm_type = {hf.norm_type!r} is not known: use {' or '.join(_NORMS)}")
+        return transformer_fields(hf, num_layers) | {"normalization": _NORMS[hf.norm_type]}
 
     def shape(self, hf: PretrainedConfig) -> VisionShape:
         """Return the parts around the layers."""
@@ -73,6 +69,8 @@ class InternVit(TileTower):
             conv_bias=True,
             pre_norm=False,
             layer_scale=True,
+            qkv_bias=hf.attention_bias,
+            normed_heads=hf.use_qk_norm,
             names=_NAMES,
             conv_name=_CONV,
             layers_name="encoder.layer.",
@@ -91,6 +89,14 @@ class InternVit(TileTower):
 
 
 def _layer_entries(hf: PretrainedConfig, megatron: str, prefix: str, layers: range) -> list[Entry]:
-    inside = prefix + "encoder.layer."
+    inside, m = prefix + "encoder.layer.", megatron + "decoder.layers.{layer}.self_attention."
     scales = scale_entries(megatron=megatron, prefix=inside, layers=layers, scales=("lambda_1", "lambda_2"))
-    return layer_entries(hf, megatron=megatron, prefix=inside, layers=layers, names=_NAMES) + scales
+    norms = [
+        Entry(f"{m}{megatron_name}_norm.weight", f"{inside}{{layer}}.attention.{hf_name}_norm.weight", REPLICATED)
+        for megatron_name, hf_name in (("query", "q"), ("key", "k"))
+        if hf.use_qk_norm
+    ]
+    of_heads = [x for entry in norms for x in entry.expand(layer=layers)]
+    options = {"norm_bias": hf.norm_type == "layer_norm", "qkv_bias": hf.attention_bias}
+    common = layer_entries(hf, megatron=megatron, prefix=inside, layers=layers, names=_NAMES, **options)
+    return common + scales + of_heads

@@ -1,4 +1,4 @@
-"""The towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: packed patches of any size, with rotary positions along two axes."""
+"""The towers of Qwen2-VL, 2.5-VL, 3-VL and Qwen3.5: packed patches of any size, rotary positions along two axes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionRotaryEmbedding
 from transformers.vision_utils import (
     get_vision_interpolation_indices_and_weights,
@@ -58,7 +59,7 @@ _NAMES = LayerNames(
 
 
 class QwenTower(PatchTower):
-    """The common part of the three towers."""
+    """The common part of these towers."""
 
     uses_rope = True
     fields: ClassVar[Fields] = PATCH_FIELDS
@@ -241,3 +242,10 @@ class Qwen3VlTower(QwenTower):
         """Return the entries of the layers and of what comes before them."""
         positions = Entry(megatron + "position_embeddings.weight", prefix + "pos_embed.weight", REPLICATED)
         return [positions, *super().weight_entries(hf, megatron=megatron, prefix=prefix, num_layers=num_layers)]
+
+
+class Qwen35Tower(Qwen3VlTower):
+    """Qwen3.5's: that of Qwen3-VL without features of inner layers."""
+
+    model_types = ("qwen3_5_vision", "qwen3_5")
+    rotary = Qwen3_5VisionRotaryEmbedding

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.models.attention import SDPAttention
-from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, te_layer_spec, use_fewer_kernels
+from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, te_layer_spec, use_fewer_kernels, without_bias
 from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.normed_heads import NormedHeadsAttention
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.batch import Items, MediaLengths
 from llava_mcore.weights.names import FUSED_NORMS, LayerNames
@@ -59,7 +60,8 @@ class LayerScale(nn.Module):
 class VisionShape:
     """The differences between the families, beside TransformerConfig.
 
-    `post_norm`: the features are those after the tower's last norm.
+    `post_norm`: the features are those after the tower's last norm. `qkv_bias`: queries, keys and values have a bias.
+    `normed_heads`: queries and keys are normalized over all heads.
     `num_registers`: trained tokens between the class token and the patches, without positions. `names`, `conv_name` and
     `layers_name`: Hugging Face's, of the modules in a layer, the patch embedding and the list of layers.
     """
@@ -72,6 +74,8 @@ class VisionShape:
     num_registers: int = 0
     layer_scale: bool = False
     post_norm: bool = False
+    qkv_bias: bool = True
+    normed_heads: bool = False
     names: LayerNames = USUAL_NAMES
     conv_name: str = "embeddings.patch_embedding"
     layers_name: str = "encoder.layers."
@@ -84,6 +88,11 @@ class VisionShape:
 def layer_spec(config: TransformerConfig, shape: VisionShape) -> ModuleSpec:
     """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
     spec = _layer_spec(config)
+    attention = spec.submodules.self_attention
+    if not shape.qkv_bias:
+        attention.submodules.linear_qkv = without_bias(attention.submodules.linear_qkv)
+    if shape.normed_heads:
+        attention.module = NormedHeadsAttention
     if shape.layer_scale:
         scale = {"hidden_size": config.hidden_size, "dtype": config.params_dtype}
         layer = spec.submodules

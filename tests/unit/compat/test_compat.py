@@ -21,6 +21,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
 from megatron.core.transformer import attention
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
@@ -60,6 +61,14 @@ def test_load_strategy_is_still_needed() -> None:
     assert {x.name for x in fields(TensorProperties)} - {"strides"} == set(FACTORY_OPTIONS)
     taken = inspect.signature(LoadStrategy.load_tensors_metadata).parameters
     assert taken.keys() == inspect.signature(TorchDistLoadShardedStrategy.load_tensors_metadata).parameters.keys()
+
+
+def test_delta_nets_still_need_what_is_replaced() -> None:
+    """If not: `building_without_kernels`, or our own forward pass, can go."""
+    built, forward = (inspect.getsource(x) for x in (common._GDNBase.__init__, GatedDeltaNet.forward))
+    assert "if not HAVE_FLA" in built and "device=torch.cuda.current_device()" in built
+    assert "Packed sequence does not support deterministic mode" in forward
+    assert "GDN does not support inference for now" in forward
 
 
 def test_metadata_of_a_newer_torch_are_read() -> None:

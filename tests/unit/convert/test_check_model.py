@@ -227,7 +227,7 @@ def test_a_summary_says_what_a_layout_needs(tmp_path: Path) -> None:
     assert check_folder(tmp_path / "hf", tp=1, pp=1).endswith("fits tp 1 x pp 1")
 
 
-def test_towers_of_internvl_without_biases_say_which_models_can_be_used(tmp_path: Path) -> None:
-    make_hf_internvl(tmp_path / "hf", vision_overrides={"attention_bias": False})
-    with pytest.raises(ConversionError, match=r"attention_bias = False(?s:.*)InternViT-300M, the tower of"):
+def test_towers_of_internvl_without_positions_are_refused(tmp_path: Path) -> None:
+    make_hf_internvl(tmp_path / "hf", vision_overrides={"use_absolute_position_embeddings": False})
+    with pytest.raises(ConversionError, match="use_absolute_position_embeddings = False is not supported; it must be"):
         check_folder(tmp_path / "hf", tp=1, pp=1)

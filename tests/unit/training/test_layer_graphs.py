@@ -202,7 +202,7 @@ class PictureRun:
         return found
 
 
-@pytest.mark.parametrize("name", [*KINDS, "idefics2"])
+@pytest.mark.parametrize("name", [*(x for x in KINDS if x != "qwen3_5"), "idefics2"])  # its tower is Qwen3-VL's
 def test_a_tower_with_graphs_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, name: str
 ) -> None:

@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, FuseQV, PadColumns, PadParts, PadRows, Regroup, Reshape
+from llava_mcore.weights.layouts import (
+    Concat,
+    ConcatRows,
+    Copy,
+    FuseGatedQKV,
+    FuseQKV,
+    FuseQV,
+    PadColumns,
+    PadParts,
+    PadRows,
+    Regroup,
+    Reshape,
+)
 from llava_mcore.weights.table import COLUMN, GATED_COLUMN, REPLICATED, ROW, Entry, MappingTable, Shard, check_coverage
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -39,6 +51,38 @@ def test_fuse_qkv(groups: int, per_group: int, d: int, tail: tuple[int, ...], dt
         rows = fused[i * (per_group + 2) * d : (i + 1) * (per_group + 2) * d]
         expected = [q[i * per_group * d : (i + 1) * per_group * d], k[i * d : (i + 1) * d], v[i * d : (i + 1) * d]]
         assert torch.equal(rows, torch.cat(expected))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), TAIL, DTYPES)
+def test_fuse_qkv_with_a_gate(
+    groups: int, per_group: int, d: int, tail: tuple[int, ...], dtype: torch.dtype
+) -> None:  # fmt: skip
+    """Files hold each head's query, then its gate; megatron-core a group's queries, its gates, its key, its value."""
+    heads = groups * per_group
+    both, k, v = (tensor(n * d, *tail, dtype=dtype) for n in (2 * heads, groups, groups))
+    fused = FuseGatedQKV(heads, groups).to_megatron(both, k, v)
+    assert all(
+        torch.equal(a, b) for a, b in zip(FuseGatedQKV(heads, groups).to_hf(fused), (both, k, v), strict=True)
+    )  # fmt: skip
+    size = 2 * (per_group + 1) * d
+    for i in range(groups):
+        of_heads = both[i * per_group * 2 * d : (i + 1) * per_group * 2 * d].split(d)
+        expected = [*of_heads[::2], *of_heads[1::2], k[i * d : (i + 1) * d], v[i * d : (i + 1) * d]]
+        assert torch.equal(fused[i * size : (i + 1) * size], torch.cat(expected))
+
+
+def test_parts_of_unequal_sizes_are_divided_each() -> None:
+    """A delta net's first matrix: Hugging Face's four, of which the first has queries, keys and values."""
+    shard, layout = Shard(0, sections=(4, 4, 8, 8, 2, 2)), ConcatRows((16, 8, 2, 2))
+    x = torch.arange(28.0)[:, None]
+    assert [len(part) for part in layout.to_hf(x)] == [16, 8, 2, 2]
+    assert torch.equal(layout.to_megatron(*layout.to_hf(x)), x)
+    first, second = shard.split(x, 2)
+    assert first[:, 0].tolist() == [0, 1, 4, 5, 8, 9, 10, 11, 16, 17, 18, 19, 24, 26]
+    assert torch.equal(shard.join([first, second]), x)
+    with pytest.raises(ConversionError, match=r"dim 0 for tp 4: its parts are 4, 4, 8, 8, 2, 2"):
+        shard.split(x, 4)
 
 
 def test_biases_without_that_of_keys() -> None:

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from llava_mcore.check_data.finding import Finding
 
+from llava_mcore.check_data.finding import Finding
 from llava_mcore.check_data.scan import LEAST_SAMPLES, choose
 from llava_mcore.check_data.tally import EXAMPLES, DatasetTally, Tally, bins, expected_fill, quantile
 from llava_mcore.data.loader.datasets import Dataset, DatasetShard

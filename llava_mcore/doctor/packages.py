@@ -31,6 +31,7 @@ PURPOSES = {
     "audio": "sounds in prepare, generate and chat; sounds in training",
     "qlora": "--lora-quantize nf4, --load-in-4bit",
     "remote": "data in object stores",
+    "dedup": "dedup",
     "eval": "evaluate",
     "serve": "serve",
     "smolvlm": "SmolVLM's processor in transformers",

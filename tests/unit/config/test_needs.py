@@ -22,6 +22,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "checkpoint.async_save": ("true", ["checkpoint.non_persistent_save_interval=5"]),
     "checkpoint.non_persistent_dir": ("/d", ["checkpoint.non_persistent_save_interval=5"]),
     "checkpoint.non_persistent_local_dir": ("/d", ["checkpoint.non_persistent_save_interval=5"]),
+    "data.max_waiting_bytes": ("1000", ["data.packing=true"]),
     "data.packing_buffer_size": ("8", ["data.packing=true"]),
     "model.cuda_graphs": ("true", ["data.packing=true"]),
     "model.cuda_graphs_vision": ("true", ["model.cuda_graphs=true", "data.packing=true"]),

@@ -150,7 +150,9 @@ def test_a_dropped_entry_and_a_wrong_cut_are_found_from_headers(
         assert f"tensor without an entry (unknown to this model): {LAYER}self_attn.k_proj.weight" in said
     mutate(monkeypatch, cut_rows)
     assert check.main(["--hf-dir", str(hf)]) == 2
-    assert f"{QKV}: the table says Shard(dim=1, blocks=1), the model Shard(dim=0" in capsys.readouterr().err
+    assert (
+        f"{QKV}: the table says Shard(dim=1, blocks=1, sections=()), the model Shard(dim=0" in capsys.readouterr().err
+    )
 
 
 def test_tables_that_are_wrong_in_one_direction_are_found_by_hashes(

@@ -138,8 +138,6 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] *
         ("gemma", "vision_config", {"model_type": "siglip2_vision_model"}, "NaFlex"),
         ("phi", "text_config", {"resid_pdrop": 0.1}, "text_config.resid_pdrop = 0.1"),
         ("phi", "text_config", {"rope_parameters": LONG_ROPE}, "rope_type = 'longrope' is not supported"),
-        ("phi", "vision_config", {"use_qk_norm": True}, "vision_config.use_qk_norm = True is not supported"),
-        ("phi", "vision_config", {"norm_type": "rms_norm"}, "vision_config.norm_type = rms_norm is not supported"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(

@@ -144,7 +144,7 @@ def test_samples_that_wait_keep_to_their_memory(dataset: Path, assets: Assets) -
         for _ in range(20):
             batches.append(next(loader))
             (reader,) = {id(x._reader): x._reader for x in loader._sources[0]._loader.dataset.streams.values()}.values()
-            assert reader.kept.num_bytes <= limit
+            assert reader.waiting.num_bytes <= limit
         assert_equal(batches, expected)
 
 

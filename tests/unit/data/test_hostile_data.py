@@ -231,7 +231,18 @@ def test_a_jsonl_of_somebody_else(assets: Assets, tmp_path: Path) -> None:
 def prepared(source: Path, out: Path, *flags: str) -> list[tuple[str, str]]:
     """Reason and detail of every row that was left out."""
     limits = ["--max-sample-bytes", "20000", "--max-text-chars", "500", "--max-picture-pixels", "10000"]
-    command = [str(source), "--out", str(out), "--num-workers", "0", "--max-skip-rate", "1", *limits, *flags]
+    command = [
+        str(source),
+        "--out",
+        str(out),
+        "--num-workers",
+        "0",
+        "--max-skip-rate",
+        "1",
+        "--keep-order",
+        *limits,
+        *flags,
+    ]
     assert prepare_app.main(command) == 0
     lines = [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
     return [(line["reason"], line["detail"]) for line in lines]

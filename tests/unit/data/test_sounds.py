@@ -359,7 +359,7 @@ def test_prepared_rows_are_what_training_reads(
     rows = [{"id": name} | row for name, (row, _) in (*GOOD.items(), *REFUSED.items())]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--out", str(tmp_path / "out"), "--tokenizer-load-dir", str(hf), "--num-workers", "0"]
-    assert prepare([str(tmp_path / "rows.jsonl"), *flags, "--max-skip-rate", "0.6"]) == 0
+    assert prepare([str(tmp_path / "rows.jsonl"), *flags, "--max-skip-rate", "0.6", "--keep-order"]) == 0
     lines = map(json.loads, (tmp_path / "out" / "skipped.jsonl").read_text().splitlines())
     assert {line["id"]: line["reason"] for line in lines} == {name: r.value for name, (_, r) in REFUSED.items()}
     assert f"{len(GOOD) + 1} (0.00 h)" in capsys.readouterr().out
@@ -369,7 +369,10 @@ def test_prepared_rows_are_what_training_reads(
     assert numbers == {row: number for row, (_, number) in enumerate(GOOD.values())}
     assert all(not batch.skipped and set(batch.media[MEDIA_SEQLENS].tolist()) == {50} for batch in batches)
     # Shards of its own are prepared again, with sounds as they are.
-    assert prepare([str(tmp_path / "out" / "000000.tar"), "--out", str(tmp_path / "twice"), "--num-workers", "0"]) == 0
+    assert (
+        prepare([str(tmp_path / "out" / "000000.tar"), "--out", str(tmp_path / "twice"), *flags[-2:], "--keep-order"])
+        == 0
+    )
     again = take(open_loader(tmp_path / "twice", assets, **options), len(GOOD))
     for one, other in zip(batches, again, strict=True):
         assert torch.equal(one.input_ids, other.input_ids)

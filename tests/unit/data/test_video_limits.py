@@ -241,6 +241,7 @@ def test_shapes_that_the_model_refuses_are_skipped_by_prepare(folders: dict[str,
     wide = "a picture cannot be used: it has 700 x 3 pixels: the longer side may be at most 200 times the shorter one"
     for name, expected in (("qwen3_vl", [single, wide]), ("qwen2_5_vl", [wide])):
         flags = ["--tokenizer-load-dir", str(folders[name]), "--num-workers", "0", "--max-skip-rate", "1"]
+        flags.append("--keep-order")
         assert prepare_command.main([str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / name), *flags]) == 0
         skipped = [json.loads(line)["detail"] for line in (tmp_path / name / "skipped.jsonl").read_text().splitlines()]
         assert len(skipped) == len(expected)

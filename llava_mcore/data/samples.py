@@ -129,6 +129,8 @@ class TokenConversation:
     """Whether the end was truncated."""
     typed: tuple[str, ...] = ()
     """Special tokens in the text of its turns; empty if its tokens were stored."""
+    dataset: int = 0
+    """Index of its dataset in the blend."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -212,6 +214,8 @@ class Batch(EnergonBatch):
     cu_seqlens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     """int32 [conversations + 1]: start of each packed conversation; the padding after the last one counts as another
     one; [0] if nothing is packed."""
+    dataset_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    """int32 [b, s], the index of each token's dataset in a blend, 0 in padding; empty if there is one dataset."""
     sample_keys: list[str]
     """The key of every conversation."""
     num_tokens: int

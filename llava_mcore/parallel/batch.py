@@ -29,12 +29,18 @@ class TensorFields(Protocol):
     position_ids: Tensor
     media: dict[str, Tensor]
     cu_seqlens: Tensor
+    dataset_ids: Tensor
 
 
 class HostBatch(TensorFields, Protocol):
     """One micro-batch as a data loader yields it: CPU tensors; `num_tokens` excludes padding."""
 
     num_tokens: int
+
+
+def no_dataset_ids() -> Tensor:
+    """Return the `dataset_ids` of data that is one dataset."""
+    return torch.empty(0, dtype=torch.int32)
 
 
 @dataclass
@@ -48,6 +54,7 @@ class MicroBatch:
     num_trained: number of tokens that loss_mask counts, known without a device sync; None: unknown.
     max_media_seqlen: the largest of MEDIA_SEQLENS, for media that have them.
     media_lengths: values of fields from which ranks divide media (see `LENGTHS`), known without a device sync.
+    dataset_ids: int32 [b, s], the index of each token's dataset in a blend; empty if there is one dataset.
     """
 
     input_ids: Tensor
@@ -60,6 +67,7 @@ class MicroBatch:
     num_trained: int | None = None
     max_media_seqlen: int = 0
     media_lengths: MediaLengths = field(default_factory=dict)
+    dataset_ids: Tensor = field(default_factory=no_dataset_ids)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,6 +110,7 @@ def pad_to(batch: TensorFields, length: int, fields: Fields) -> TensorFields:
         position_ids=padded(batch.position_ids),
         media={name: moved(name, x) for name, x in batch.media.items()},
         cu_seqlens=bounds,
+        dataset_ids=padded(batch.dataset_ids) if batch.dataset_ids.numel() else batch.dataset_ids,
     )
 
 
@@ -121,6 +130,9 @@ def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
         position_ids=filled(batch.position_ids, batch.position_ids[..., :1, :]),
         media=batch.media,
         cu_seqlens=batch.cu_seqlens,
+        dataset_ids=filled(batch.dataset_ids, batch.dataset_ids[:1])
+        if batch.dataset_ids.numel()
+        else batch.dataset_ids,
     )
 
 
@@ -133,6 +145,7 @@ def without_loss(batch: TensorFields, fields: Fields) -> TensorFields:
         position_ids=batch.position_ids,
         media={name: x if fields[name].shared else x[:0] for name, x in batch.media.items()},
         cu_seqlens=batch.cu_seqlens,
+        dataset_ids=batch.dataset_ids,
     )
 
 

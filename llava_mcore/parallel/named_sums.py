@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,17 +38,48 @@ Sums = dict[str, Tensor]
 """Name -> (total, count), [2]."""
 _COLLECTED: ContextVar[Sums | None] = ContextVar("sums", default=None)
 """The sums of the forward pass that is running; None in backward passes and elsewhere."""
+_DATASETS: ContextVar[Datasets | None] = ContextVar("datasets", default=None)
+"""Those of its micro-batch; None without a blend."""
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The dataset of each token of a micro-batch. ids: int32 [b, s]. count: datasets of the blend."""
+
+    ids: Tensor
+    count: int
 
 
 @contextmanager
-def collect_sums() -> Iterator[Sums]:
-    """Collect what is added in this block. It does not reach the threads of a backward pass."""
+def collect_sums(datasets: Datasets | None = None) -> Iterator[Sums]:
+    """Collect what is added in this block. It does not reach the threads of a backward pass.
+
+    Args:
+        datasets: for `add_token_losses`.
+    """
     sums: Sums = {}
-    token = _COLLECTED.set(sums)
+    tokens = _COLLECTED.set(sums), _DATASETS.set(datasets)
     try:
         yield sums
     finally:
-        _COLLECTED.reset(token)
+        _COLLECTED.reset(tokens[0])
+        _DATASETS.reset(tokens[1])
+
+
+def dataset_sum(index: int) -> str:
+    """Return the name of the sum of a dataset's losses."""
+    return f"loss of dataset {index}"
+
+
+def add_token_losses(losses: Tensor, weights: Tensor) -> None:
+    """Add the loss of every token to the sum of its dataset. losses, weights (the loss mask): [b, s]. No host sync."""
+    datasets = _DATASETS.get()
+    if datasets is None:
+        return
+    weighted = losses.detach() * weights
+    for index in range(datasets.count):
+        of_dataset = datasets.ids == index
+        add_sum(dataset_sum(index), (weighted * of_dataset).double().sum(), (weights * of_dataset).sum())
 
 
 def add_sum(name: str, total: Tensor, count: Tensor | float, *, divided: bool = False) -> None:

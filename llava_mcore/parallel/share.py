@@ -35,7 +35,7 @@ _DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
 """Dtypes of fields, by their number in the header."""
 _ALIGNMENT = 8
 """Alignment of every tensor in a message, in bytes."""
-_NUM_OWN = 7
+_NUM_OWN = 8
 """Numbers of a row of the header before those of the fields."""
 
 
@@ -50,6 +50,7 @@ class _BatchHeader:
     s: int
     num_axes: int
     num_bounds: int
+    of_blend: bool
     max_seqlen: int
     num_trained: int
     max_media_seqlen: int
@@ -64,6 +65,7 @@ class _BatchHeader:
             s,
             batch.position_ids.numel() // (b * s),
             batch.cu_seqlens.numel(),
+            batch.dataset_ids.numel() > 0,
             longest(batch.cu_seqlens),
             num_trained(batch),
             longest_media(batch.media),
@@ -73,20 +75,20 @@ class _BatchHeader:
     def counts(self) -> list[int]:
         """Return the row of the header."""
         media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
-        row = [self.b, self.s, self.num_axes, self.num_bounds, self.max_seqlen, self.num_trained, self.max_media_seqlen]
-        return [*row, *media]
+        row = [self.b, self.s, self.num_axes, self.num_bounds, int(self.of_blend)]
+        return [*row, self.max_seqlen, self.num_trained, self.max_media_seqlen, *media]
 
     @classmethod
     def read(cls, row: Sequence[int], fields: Fields) -> _BatchHeader:
         """The inverse of `counts`."""
-        b, s, num_axes, num_bounds, max_seqlen, num_trained, max_media_seqlen = row[:_NUM_OWN]
+        b, s, num_axes, num_bounds, of_blend, max_seqlen, num_trained, max_media_seqlen = row[:_NUM_OWN]
         rest = row[_NUM_OWN:]
         media = {}
         for name, field in fields.items():
             dtype, *shape = rest[: _width(field)]
             media[name] = (_DTYPES[dtype], shape)
             rest = rest[_width(field) :]
-        return cls(b, s, num_axes, num_bounds, max_seqlen, num_trained, max_media_seqlen, media)
+        return cls(b, s, num_axes, num_bounds, bool(of_blend), max_seqlen, num_trained, max_media_seqlen, media)
 
 
 def _width(field: Field) -> int:
@@ -183,17 +185,13 @@ def _broadcast_lengths(
 def _broadcast_tokens(
     groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_BatchHeader]
 ) -> list[list[Tensor]]:
-    """Broadcast token planes int64 [2 + axes, b, s], loss masks fp32 [b, s] and bounds int32 of all micro-batches to
-    the whole replica."""
-    shapes = [
-        [
-            (torch.int64, [2 + x.num_axes, x.b, x.s]),
-            (torch.float32, [x.b, x.s]),
-            (torch.int32, [x.num_bounds]),
-        ]
-        for x in layouts
-    ]
-    tensors = None if batches is None else [[_token_planes(x), x.loss_mask, x.cu_seqlens] for x in batches]
+    """Broadcast token planes int64 [2 + axes, b, s], loss masks fp32 [b, s], bounds int32 and dataset ids int32 [b, s]
+    of all micro-batches to the whole replica."""
+    shapes = []
+    for x in layouts:
+        planes, mask = (torch.int64, [2 + x.num_axes, x.b, x.s]), (torch.float32, [x.b, x.s])
+        shapes.append([planes, mask, (torch.int32, [x.num_bounds]), (torch.int32, [x.b, x.s] if x.of_blend else [0])])
+    tensors = None if batches is None else [_token_tensors(x) for x in batches]
     return _broadcast(groups, groups.model_parallel, tensors, shapes)
 
 
@@ -211,10 +209,11 @@ def _no_media(layout: _BatchHeader, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def _token_planes(batch: TensorFields) -> Tensor:
-    """Stack all int64 [b, s] into one [2 + axes, b, s]."""
-    shape = batch.input_ids.shape
-    return torch.cat([torch.stack([batch.input_ids, batch.labels]), batch.position_ids.view(-1, *shape)])
+def _token_tensors(batch: TensorFields) -> list[Tensor]:
+    """Return the tensors of `_broadcast_tokens`; all int64 [b, s] are stacked to one."""
+    positions = batch.position_ids.view(-1, *batch.input_ids.shape)
+    planes = torch.cat([torch.stack([batch.input_ids, batch.labels]), positions])
+    return [planes, batch.loss_mask, batch.cu_seqlens, batch.dataset_ids]
 
 
 def _broadcast(
@@ -255,7 +254,7 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 def _unpack(
     tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _BatchHeader
 ) -> MicroBatch:
-    planes, loss_mask, cu_seqlens = tokens
+    planes, loss_mask, cu_seqlens, dataset_ids = tokens
     input_ids, labels = planes[:2]
     return MicroBatch(
         input_ids,
@@ -268,6 +267,7 @@ def _unpack(
         layout.num_trained,
         layout.max_media_seqlen,
         media_lengths,
+        dataset_ids,
     )
 
 
@@ -292,6 +292,7 @@ def _on_this_rank(batches: Sequence[TensorFields], device: torch.device) -> Shar
             num_trained=num_trained(batch),
             max_media_seqlen=longest_media(batch.media),
             media_lengths=host_lengths(batch.media),
+            dataset_ids=moved(batch.dataset_ids),
         )
         for batch in batches
     ]

@@ -28,7 +28,7 @@ from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.log import warn_on_failure
-from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
+from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, sum_over_ranks, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals
@@ -131,6 +131,7 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         stop=stop,
         watchdog=watchdog,
         times=times,
+        dataset_names=_dataset_names(groups, loader),
     )
     return loop, loader
 
@@ -147,6 +148,13 @@ def _say_completion(run: RunConfig, start: StartPoint) -> None:
     logger.info("the run is complete: %s", reached)
 
 
+def _dataset_names(groups: Groups, loader: TrainLoader | None) -> list[str]:
+    """Return the names of a blend's datasets, as many on ranks that read no data; a collective call."""
+    names = [] if loader is None else loader.dataset_names
+    (count,) = sum_over_ranks(groups, [0 if groups.rank else len(names)])
+    return names or [""] * count
+
+
 def _end(loop: TrainingLoop, loader: TrainLoader | None) -> None:
     """Say how the run has ended, and end the loader processes, graphs and process groups; a collective call."""
     run = loop.config
@@ -154,9 +162,7 @@ def _end(loop: TrainingLoop, loader: TrainLoader | None) -> None:
         logger.info("stopped early, after iteration %d of %d", loop.progress.iteration, run.training.num_iterations)
     if run.checkpoint.unsaved is not None:
         logger.warning("the run has ended: %s", run.checkpoint.unsaved)
-    wait_for_all(
-        loop.groups
-    )  # torchrun ends all ranks soon after the first: none may exit while another closes its logs
+    wait_for_all(loop.groups)  # torchrun ends all ranks soon after the first: none may exit before logs are closed
     if loader is not None:
         warn_on_failure("ending the loader processes", loader.close)
     for graphs in loop.trainer.graphs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llava_mcore.config.schema import RunConfig
@@ -63,6 +63,8 @@ class TrainingLoop:
     stop: StopRules
     watchdog: Watchdog
     times: StartTimes
+    dataset_names: Sequence[str]
+    """Of a blend, for the log; on other ranks than the first, only their number counts."""
     first: int = field(init=False)
     """The first iteration of this process."""
     saved: int | None = field(init=False, default=None)
@@ -154,6 +156,7 @@ class TrainingLoop:
                     fetched.counts.num_read if by_epochs else iterations.size,
                     trainer.graphs,
                     only_if_finite=iterations.only_if_finite,
+                    dataset_names=self.dataset_names,
                 )
         iterations.launched(fetched, step, rates)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from llava_mcore.compat.megatron_optimizer import update_unless
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.parallel.named_sums import Sums, collect_sums
+from llava_mcore.parallel.named_sums import Datasets, Sums, collect_sums, dataset_sum
 from llava_mcore.parallel.on_device import AsyncHostCopy, DeviceEvent
 from llava_mcore.parallel.share import SharedStep
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
@@ -57,10 +57,13 @@ def loss_sum(loss_mask: Tensor, report: Sums, total: Tensor) -> tuple[Tensor, Te
     return total, count, report
 
 
-def forward_step(reports: list[Sums], batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, partial]:
+def forward_step(
+    reports: list[Sums], num_datasets: int, batches: Iterator[MicroBatch], model: torch.nn.Module
+) -> tuple[Tensor, partial]:
     """Run one micro-batch through this stage (called by megatron-core's schedules), and append its named sums."""
     batch = next(batches)
-    with collect_sums() as report:
+    datasets = Datasets(batch.dataset_ids, num_datasets) if batch.dataset_ids.numel() else None
+    with collect_sums(datasets) as report:
         output = model(
             batch.input_ids,
             batch.position_ids,
@@ -77,9 +80,16 @@ def forward_step(reports: list[Sums], batches: Iterator[MicroBatch], model: torc
 
 
 def forward_backward(
-    chunks: Sequence[DistributedDataParallel], batches: SharedStep, *, forward_only: bool = False
+    chunks: Sequence[DistributedDataParallel],
+    batches: SharedStep,
+    *,
+    forward_only: bool = False,
+    num_datasets: int = 0,
 ) -> list[Sums]:
     """Run the pipeline schedule over one step's micro-batches.
+
+    Args:
+        num_datasets: of the blend, whose losses are reported for each dataset too; 0 without a blend.
 
     Returns:
         The named sums of each micro-batch, as they are on this rank; on the last stage they have LOSS. With several
@@ -89,7 +99,7 @@ def forward_backward(
     iterators = [iter(batches), *(batches.without_media() for _ in chunks[1:])]  # the first chunk has the tower
     reports: list[Sums] = []
     get_forward_backward_func()(
-        forward_step_func=partial(forward_step, reports),
+        forward_step_func=partial(forward_step, reports, num_datasets),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(batches),
@@ -110,6 +120,7 @@ def train_step(
     graphs: Sequence[LayerGraphs] = (),
     *,
     only_if_finite: bool = False,
+    dataset_names: Sequence[str] = (),
 ) -> LaunchedStep:
     """Launch the training on one global batch; a collective call.
 
@@ -119,6 +130,7 @@ def train_step(
         num_samples: by which the learning-rate schedule advances.
         only_if_finite: keep the weights as they were if loss or gradient norm are not finite. The host waits for both
             before the update. It does so for fp16 too, whose loss scaler decides on the update.
+        dataset_names: of a blend, as many on all ranks: the result has the loss of each. Empty without a blend.
     """
     # Shapes that the last step ran without a graph get theirs; gradients begin at zero.
     for part in graphs:
@@ -127,9 +139,9 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     # Gradients of all micro-batches, and the sums of their losses. Nothing waits for the device.
-    reports = forward_backward(chunks, batches)
+    reports = forward_backward(chunks, batches, num_datasets=len(dataset_names))
     lr = scheduler.get_lr({})
-    sums = _StepSums(groups, reports)
+    sums = _StepSums(groups, reports, dataset_names)
     # The update, and with it the schedule.
     norm: Tensor | float | None
     if only_if_finite:
@@ -150,14 +162,15 @@ def train_step(
 class _StepSums:
     """The named sums of one step, added up on the device and copied to the host while the device continues."""
 
-    def __init__(self, groups: Groups, reports: Sequence[Sums]) -> None:
+    def __init__(self, groups: Groups, reports: Sequence[Sums], dataset_names: Sequence[str]) -> None:
         """Add the reports over micro-batches, stages and model replicas; a collective call of the devices, for which
         the host does not wait. The loss of a replica is counted once.
 
         All ranks send the same names, those that the tables know: (loss, trained tokens), then of every other name its
         total, its count, and on how many reports it is.
         """
-        self._names = (*DEVICE_SUMS, *LOSS_TERMS)
+        self._datasets = {dataset_sum(index): f"{LOSS}/{name}" for index, name in enumerate(dataset_names)}
+        self._names = (*DEVICE_SUMS, *LOSS_TERMS, *self._datasets)
         unknown = {name for report in reports for name in report}.difference(self._names, [LOSS])
         assert not unknown, (
             f"{', '.join(sorted(unknown))}: add the name to DEVICE_SUMS in training/logs/metrics_file.py"
@@ -187,7 +200,12 @@ class _StepSums:
         """Return total and count of the other names that any rank has reported. The host waits for the device."""
         _, _, *values = self._sums.read()
         rows = zip(self._names, values[::3], values[1::3], values[2::3], strict=True)
-        return {name: (total, count) for name, total, count, num_reports in rows if num_reports}
+        # A dataset that the batch has no trained token of has no loss.
+        return {
+            self._datasets.get(name, name): (total, count)
+            for name, total, count, num_reports in rows
+            if num_reports and (count or name not in self._datasets)
+        }
 
     def is_finite(self) -> bool:
         """Return whether the summed loss is finite; the same on all ranks. The host waits for the device."""

@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from llava_mcore.checkpoint.fp8_scales import scaled_modules
+from llava_mcore.data.loader.datasets import short_names
 from llava_mcore.data.loader.validation_data import ValidationData, ValidationPass
 from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.parallel.batch import HostBatch, fill_rows, without_loss
@@ -174,12 +174,6 @@ class Validator:
     @property
     def _is_interleaved(self) -> bool:
         return len(self.trainer.chunks) > 1
-
-
-def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the last part of each path, or the whole paths if these would not differ."""
-    names = [PurePosixPath(path).name for path in paths]
-    return names if len(set(names)) == len(names) else list(paths)
 
 
 def _mean(pair: torch.Tensor) -> float | None:

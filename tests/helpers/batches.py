@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.parallel.batch import no_dataset_ids
 
 LENGTH = 48
 
@@ -31,6 +32,7 @@ class FakeBatch:
     skipped: list[object] = field(default_factory=list)
     sums: dict[str, tuple[int, int]] = field(default_factory=dict)
     num_pairs: int = 0
+    dataset_ids: Tensor = field(default_factory=no_dataset_ids)
 
 
 def sample(hf: PretrainedConfig, index: int, *, text_only: bool) -> dict[str, Tensor]:

@@ -87,6 +87,7 @@ def loop(groups: Groups, run: RunConfig, kind: type[FakeLoader], stop_after: int
             stop=stop,
             watchdog=watchdog,
             times=times,
+            dataset_names=(),
         ).run()
     finally:
         watchdog.close()

@@ -15,11 +15,23 @@ from llava_mcore.training.logs.metrics_file import DEVICE_SUMS
 from llava_mcore.training.loss_terms import LOSS_TERMS, KnownTerm
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
-from tests.helpers.batches import FakeLoader
+from tests.helpers.batches import FakeBatch, FakeLoader
 from tests.parallel.checks import join
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
 
 STEPS = 2
+DATASETS = ("even", "odd")
+"""Datasets of the blend that the samples come from, by their number."""
+
+
+class BlendLoader(FakeLoader):
+    """The samples of FakeLoader, of two datasets that mix within a micro-batch."""
+
+    def __next__(self) -> FakeBatch:
+        batch = super().__next__()
+        of_rows = torch.tensor([int(key) % 2 for key in batch.sample_keys], dtype=torch.int32)
+        batch.dataset_ids = of_rows[:, None].expand(batch.input_ids.shape).contiguous()
+        return batch
 
 
 def z_loss(chunk: ChunkLogits) -> Tensor:
@@ -65,7 +77,7 @@ def steps(groups: Groups, run: Any) -> list[dict[str, Any]]:
     size = run.training.micro_batch_size
     loader = None
     if groups.loads_data:
-        loader = FakeLoader(
+        loader = BlendLoader(
             trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1, 3}
         )
     found = []
@@ -73,7 +85,7 @@ def steps(groups: Groups, run: Any) -> list[dict[str, Any]]:
         number = GLOBAL_BATCH // (size * groups.dp_size)
         batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
         parts = trainer.chunks, trainer.optimizer, trainer.scheduler
-        result = train_step(groups, *parts, batches, GLOBAL_BATCH).result()
+        result = train_step(groups, *parts, batches, GLOBAL_BATCH, dataset_names=DATASETS).result()
         found.append({"loss": result.loss, "norm": result.grad_norm, "trained": result.num_trained_tokens})
         found[-1] |= {"sums": dict(result.sums), "micro_batch_size": size}
     torch.distributed.barrier()

@@ -35,6 +35,14 @@ def test_a_term_is_reported_and_its_metric_equals_it(alone: list[dict[str, Any]]
     assert alone[0]["sums"]["size"][1] == 4 * 48 * 2, "four layers, 48 tokens, two micro-batches"
 
 
+def test_losses_of_datasets_add_up_to_the_loss(alone: list[dict[str, Any]]) -> None:
+    for step in alone:
+        (even, num_even), (odd, num_odd) = (step["sums"][f"loss/{name}"] for name in named_sums_checks.DATASETS)
+        assert num_even + num_odd == step["trained"] and num_even != num_odd
+        assert even + odd == pytest.approx(step["loss"] * step["trained"], rel=1e-5)
+        assert even / num_even != pytest.approx(odd / num_odd, rel=1e-4)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_terms_equal_those_of_one_process(
     alone: list[dict[str, Any]], given: dict[str, str], layout: tuple[int, int, int]

@@ -31,6 +31,7 @@ def collate(
     pixel_scale: Tensor = NO_SCALE,
     fields: Fields = IMAGE_FIELDS,
     num_axes: int = 1,
+    of_blend: bool = False,
 ) -> Batch:
     """Make one micro-batch.
 
@@ -41,9 +42,16 @@ def collate(
         pixel_scale: the scale of the image processor.
         fields: the fields of the media.
         num_axes: of a position.
+        of_blend: there are several datasets, so the batch says which one a token belongs to.
     """
     make = _pack if packed else _pad
-    return make(samples, _MediaCollator(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
+    batch, places = make(samples, _MediaCollator(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
+    if of_blend:
+        conversations = [conversation for sample in samples for conversation in sample.conversations]
+        batch.dataset_ids = torch.zeros(batch.input_ids.shape, dtype=torch.int32)
+        for conversation, (row, start) in zip(conversations, places, strict=True):
+            batch.dataset_ids[row, start : start + len(conversation)] = conversation.dataset
+    return batch
 
 
 @dataclass(frozen=True)
@@ -82,21 +90,22 @@ class _MediaCollator:
 
 def _pad(
     samples: Sequence[EncodedSample], media: _MediaCollator, seq_length: int, pad_token_id: int, multiple: int
-) -> Batch:
+) -> tuple[Batch, list[tuple[int, int]]]:
     """Pad every conversation, one per sample, on the right to the longest one (rounded up, at most seq_length).
 
-    A pipeline needs the same length for all micro-batches of a step, and pads further by itself.
+    A pipeline needs the same length for all micro-batches of a step, and pads further by itself. Returns also row and
+    column of each conversation, as `_pack` does.
     """
     conversations = [sample.conversations[0] for sample in samples]
     length = _rounded(max(map(len, conversations)), multiple, seq_length)
     plain = np.tile(np.arange(length), (len(samples), 1))
     places = [(row, 0) for row in range(len(samples))]
-    return _batch(samples, conversations, places, plain, pad_token_id, media)
+    return _batch(samples, conversations, places, plain, pad_token_id, media), places
 
 
 def _pack(
     samples: Sequence[EncodedSample], media: _MediaCollator, seq_length: int, pad_token_id: int, multiple: int
-) -> Batch:
+) -> tuple[Batch, list[tuple[int, int]]]:
     """Concatenate all conversations into one row; b packs give at most b * seq_length tokens."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
     ends = np.cumsum([0, *map(len, conversations)])
@@ -107,7 +116,7 @@ def _pack(
     places = [(0, int(start)) for start in ends[:-1]]
     batch = _batch(samples, conversations, places, plain[None], pad_token_id, media)
     batch.cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
-    return batch
+    return batch, places
 
 
 def _rounded(length: int, multiple: int, limit: int) -> int:

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ryml
@@ -129,6 +129,15 @@ def open_datasets(path: Path | str, *, max_sample_bytes: int, split: str = SPLIT
     forget_read_members()
     with _opening(path):
         return [_open(one, max_sample_bytes) for one in _listed(path, split)]
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the last part of each path, or the full paths if these would not differ; a number follows a path that is
+    listed again."""
+    names = [PurePosixPath(path).name for path in paths]
+    if len(set(names)) < len(names):
+        names = [x if paths.index(x) == n else f"{x} ({paths[: n + 1].count(x)})" for n, x in enumerate(paths)]
+    return names
 
 
 def samples_per_epoch(path: Path | str) -> int:

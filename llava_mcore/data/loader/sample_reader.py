@@ -115,7 +115,7 @@ class SampleReader:
         except SAMPLE_ERRORS as error:
             self._skip(error, parts, [])
             return None
-        return self._augmented(choice, sample)
+        return self._marked(choice, sample)
 
     def encode(self, sample: TokenSample) -> EncodedSample | None:
         """Decode the media of a sample or pack; None if none of its conversations can be used."""
@@ -140,9 +140,12 @@ class SampleReader:
         self.num_broken += 1
         self.skips(error, sample, sources)
 
-    def _augmented(self, choice: ChosenSample, sample: TokenSample) -> TokenSample:
-        """Return the sample with the draws of its pictures and videos fixed; they are decoded much later."""
+    def _marked(self, choice: ChosenSample, sample: TokenSample) -> TokenSample:
+        """Return the sample with its dataset, if there are several, and with the draws of its pictures and videos
+        fixed; they are decoded much later."""
         augmentation = self.encoder.augmentation
+        if self.encoder.of_blend:
+            sample = replace(sample, conversations=[replace(x, dataset=choice.dataset) for x in sample.conversations])
         if augmentation is None:
             return sample
 

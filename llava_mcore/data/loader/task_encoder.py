@@ -41,6 +41,7 @@ class ChatTaskEncoder:
         seed: int = 0,
         pad_multiple: int = 8,
         augmentation: Augmentation | None = None,
+        of_blend: bool = False,
     ) -> None:
         """Store what the steps need.
 
@@ -48,8 +49,9 @@ class ChatTaskEncoder:
             seed: chooses a sample's prompt if its dataset has a pool of them, and the draws of the augmentation.
             pad_multiple: see `collate`.
             augmentation: changes decoded pictures and frames.
+            of_blend: see `collate`.
         """
-        self.augmentation = augmentation
+        self.augmentation, self.of_blend = augmentation, of_blend
         self.data = data
         self.seed = seed
         self.pad_multiple = pad_multiple
@@ -140,6 +142,7 @@ class ChatTaskEncoder:
             pixel_scale=self.assets.images.pixel_scale,
             fields=self.assets.plan.fields,
             num_axes=self.assets.plan.num_axes,
+            of_blend=self.of_blend,
         )
 
 

@@ -14,7 +14,7 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
 from llava_mcore.data.encode.tokens import log_origin, warn_of_other_pixels
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
-from llava_mcore.data.loader.datasets import open_datasets
+from llava_mcore.data.loader.datasets import open_datasets, short_names
 from llava_mcore.data.loader.open_streams import limit_line, mixture_of, open_reader, open_streams
 from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
 from llava_mcore.data.loader.saved_position import (
@@ -110,8 +110,16 @@ class TrainLoader:
                 self._settings[NUM_STREAMS] = default_num_streams(sum(x.num_samples for x in datasets))
             mixture = mixture_of(datasets, data, num_streams=self.num_streams, seed=seed)
             skips = Skips(stop_if_too_long=data.on_too_long == "error")
+            self.dataset_names = short_names([x.path for x in datasets]) if len(datasets) > 1 else []
+            """Of a blend, for the log."""
             encoder = ChatTaskEncoder(
-                data, assets, skips, seed=seed, pad_multiple=pad_multiple, augmentation=augmentation
+                data,
+                assets,
+                skips,
+                seed=seed,
+                pad_multiple=pad_multiple,
+                augmentation=augmentation,
+                of_blend=len(datasets) > 1,
             )
             own_streams = streams_of_rank(self.num_streams, dp_rank, dp_size)
             reader = open_reader(data, datasets, encoder)

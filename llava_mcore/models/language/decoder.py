@@ -40,6 +40,7 @@ from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import TokenRopeSelfAttention
+from llava_mcore.parallel.named_sums import add_token_losses
 from llava_mcore.weights.names import FUSED_NORMS
 
 
@@ -240,7 +241,7 @@ class LanguageModel(GPTModel):
         mask: Tensor | None = kwargs["loss_mask"]
         if labels is not None and mask is not None:
             num_trained: int | None = kwargs["context"]
-            total, _ = layer(
+            total, losses = layer(
                 hidden_states,
                 weight,
                 labels=labels,
@@ -248,6 +249,7 @@ class LanguageModel(GPTModel):
                 vocab_size=self.true_vocab_size,
                 num_trained=num_trained,
             )
+            add_token_losses(losses, mask)
             return total
         logits, _ = layer(hidden_states, weight)  # [s, b, rows / tp]
         if labels is not None:

@@ -69,6 +69,21 @@ def test_weights_change_over_tokens(root: Path, assets: Assets) -> None:
     assert share_of_two(loader, 40) == pytest.approx(0.5, abs=0.1)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_batch_says_which_dataset_a_token_belongs_to(root: Path, assets: Assets, packing: bool) -> None:
+    options = OPTIONS | {"packing": packing, "seq_length": 192}
+    loader = open_loader(blend(root, {}, {}), assets, **options)
+    assert loader.dataset_names == ["one", "two"]
+    for batch in take(loader, 20):
+        ids = batch.dataset_ids
+        assert ids.shape == batch.input_ids.shape
+        starts = [(0, int(start)) for start in batch.cu_seqlens] if packing else [(row, 0) for row in range(len(ids))]
+        for key, place in zip(batch.sample_keys, starts, strict=False):
+            assert ids[place] == (int(key) >= 500)
+    single = open_loader(root / "one", assets, **options)
+    assert single.dataset_names == [] and not next(single).dataset_ids.numel()
+
+
 def test_a_dataset_is_left_out_after_its_epochs(root: Path, assets: Assets) -> None:
     path = blend(root, {"weight": 3}, {"weight": 3, "subflavors": {"max_epochs": 2}})
     loader = open_loader(path, assets, **OPTIONS)

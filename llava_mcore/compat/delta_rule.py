@@ -62,8 +62,8 @@ def capabilities_of_gpus() -> set[tuple[int, int]]:
         return set()
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = (line.strip().partition(".") for line in said.splitlines())
-    return {(int(major), int(minor)) for major, _, minor in found if major.isdigit() and minor.isdigit()}
+    parts = (line.strip().partition(".") for line in said.splitlines())
+    return {(int(major), int(minor)) for major, _, minor in parts if major.isdigit() and minor.isdigit()}
 
 
 class FlaKernels(NamedTuple):

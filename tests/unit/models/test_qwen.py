@@ -177,7 +177,7 @@ def test_a_range_that_cannot_be_used_is_refused(folders: dict[str, Path], tmp_pa
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_and_gradients_are_hugging_faces(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
     """Pictures, videos and text in one pack: every conversation's logits are those of transformers for it alone."""
-    assert_logits_and_gradients(folders[name], CONVERSATIONS, theirs_of, tmp_path / "m")
+    assert_logits_and_gradients(folders[name], CONVERSATIONS, theirs_of, tmp_path / "m", noisy=name == "qwen3_5")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llava_mcore.check_data.finding import Finding
 
 from llava_mcore.check_data.examiner import Examiner
+from llava_mcore.check_data.finding import Finding
 from llava_mcore.check_data.scan import choose, scan
 from llava_mcore.check_data.show import conversation_text
 from llava_mcore.cli.check import main

@@ -45,7 +45,7 @@ class Permutation:
         indices = self._encrypt(positions)
         while (outside := indices >= self.size).any():
             indices[outside] = self._encrypt(indices[outside])
-        return numbers
+        return indices
 
     def _encrypt(self, indices: Indices) -> Indices:
         half = np.uint64(max(1, -(-(self.size - 1).bit_length() // 2)))

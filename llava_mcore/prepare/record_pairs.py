@@ -59,10 +59,10 @@ def parse_pair(
         raise BadSample(Reason.SAME_ANSWERS, "there is nothing to prefer")
     for name, turns in zip(PAIR, sides, strict=True):
         if not turns or turns[0].role != "assistant":
-            what = f"a turn of the {turns[0].role}" if turns else "nothing"
+            turn_there = f"a turn of the {turns[0].role}" if turns else "nothing"
             raise BadSample(
                 Reason.DIFFERENT,
-                f"the conversations differ from turn {num_same}, where `{name}` has {what}, not an answer",
+                f"the conversations differ from turn {num_same}, where `{name}` has {turn_there}, not an answer",
             )
     return _trained_from(chosen, num_same), _trained_from(rejected, num_same)
 

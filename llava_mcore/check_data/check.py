@@ -152,8 +152,8 @@ def _scan(examiner: Examiner, tasks: Sequence[Task], tally: Tally, check: DataCh
 
 def _show(examiner: Examiner, report: DataReport, assets: Assets, console: Console) -> None:
     for finding in report.tally.examples:
-        shown = examiner.conversations(finding)
-        for tokens in shown if report.has_pairs else shown[:1]:
+        conversations = examiner.conversations(finding)
+        for tokens in conversations if report.has_pairs else conversations[:1]:
             _show_conversation(finding, tokens, assets, console)
 
 

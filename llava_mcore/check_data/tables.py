@@ -62,8 +62,8 @@ def _print_datasets(report: DataReport, console: Console) -> None:
     tally = report.tally
     looked = "every sample" if report.full else "a choice from every shard"
     rate = tally.num_looked_at / max(report.seconds, 1e-9)
-    number = counted(tally.num_looked_at, "sample")
-    _line(console, f"looked at {number} ({looked}) in {report.seconds:.1f} s, {rate:.0f} samples/s")
+    samples = counted(tally.num_looked_at, "sample")
+    _line(console, f"looked at {samples} ({looked}) in {report.seconds:.1f} s, {rate:.0f} samples/s")
     table = Table(box=None, pad_edge=False)
     table.add_column("dataset", overflow="fold")
     for name in ("share", "shards", "samples", "samples/shard", "looked at", "left out", "tokens/sample"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_mcore.cli.common import command_main
+from llava_mcore.cli.prepare_bar import PrepareBar
 from llava_mcore.cli.shared_flags import (
     above_zero,
     add_frame_flags,
@@ -25,10 +27,10 @@ from llava_mcore.prepare.sampling import Sampling
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
 
     from llava_mcore.prepare.prepare_source import Result
-    from llava_mcore.prepare.shard_plan import Counting, Options, SourcePaths
+    from llava_mcore.prepare.shard_plan import Counting, Options
+    from llava_mcore.prepare.sources.detect import Opening
 
 EPILOG = """\
 formats (detected, or set with --format):
@@ -64,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     # Where rows and media are.
-    p.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="files or folders, or a .yaml that lists them")
+    p.add_argument(
+        "sources", nargs="+", metavar="SRC", help="files, folders or URLs (hf://datasets/…), or a .yaml that lists them"
+    )
     p.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder to write: new, or started by this command"
     )
@@ -157,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     # A listing prepares a dataset for each of its sources, and a blend of them.
     _check(args)
     console = Console()
-    is_blend = is_listing(args.sources[0])
+    is_blend = is_listing(Path(args.sources[0]))
     try:
         results = _prepare_listed(args, options, console) if is_blend else [_prepare_one(args, options, console)]
     except OSError as error:
@@ -199,7 +203,7 @@ def _check(args: argparse.Namespace) -> None:
     from llava_mcore.prepare.listing import is_listing
 
     errors = []
-    listings = [path for path in args.sources if is_listing(path)]
+    listings = [path for path in args.sources if is_listing(Path(path))]
     if listings and len(args.sources) > 1:
         errors.append(f"{listings[0]} lists sources, so it must be the only SRC; add the others to it")
     if listings:
@@ -222,27 +226,25 @@ def _check(args: argparse.Namespace) -> None:
 
 def _prepare_one(args: argparse.Namespace, options: Options, console: Console) -> Result:
     from llava_mcore.prepare.record_layouts import Keys
-    from llava_mcore.prepare.shard_plan import SourcePaths
     from llava_mcore.prepare.sources.detect import Opening
 
     texts = (args.image_key, args.question_key, args.answer_key, args.captions)
     keys = Keys(*texts, args.video_key, args.audio_key, args.preference_pairs)
     opening = Opening(args.format, args.image_dir, args.source_split, keys, frames_fps=args.frames_fps)
-    source = SourcePaths(tuple(args.sources), opening)
-    return _prepare(source, args.out, args, options, console)
+    return _prepare(args.sources, opening, args.out, args, options, console)
 
 
 def _prepare_listed(args: argparse.Namespace, options: Options, console: Console) -> list[Result]:
     from llava_mcore.prepare.journal import Journal
     from llava_mcore.prepare.listing import BLEND, read_listing, write_blend
 
-    listing = read_listing(args.sources[0])
-    root = args.sources[0].parent
+    listing = read_listing(Path(args.sources[0]))
+    root = Path(args.sources[0]).parent
     with Journal(args.out) as journal:
         journal.begin(LISTED, overwrite=args.overwrite)
         (args.out / BLEND).unlink(missing_ok=True)  # so that nothing looks finished in the meantime
         results = [
-            _prepare(listed.source(root), args.out / name, args, options, console)
+            _prepare([listed.place(root)], listed.opening(root), args.out / name, args, options, console)
             for name, listed in listing.by_name().items()
         ]
         if all(result.finished for result in results):
@@ -250,12 +252,24 @@ def _prepare_listed(args: argparse.Namespace, options: Options, console: Console
     return results
 
 
-def _prepare(source: SourcePaths, out: Path, args: argparse.Namespace, options: Options, console: Console) -> Result:
+def _prepare(
+    sources: Sequence[str], opening: Opening, out: Path, args: argparse.Namespace, options: Options, console: Console
+) -> Result:
+    from llava_mcore.prepare.journal import Journal
     from llava_mcore.prepare.prepare_source import prepare
+    from llava_mcore.prepare.shard_plan import SourcePaths
+    from llava_mcore.prepare.sources.fetch import fetch, is_url
 
-    with _Bar(console) as bar:
+    with PrepareBar(console) as bar:
+        paths = [Path(source) for source in sources]
+        if any(map(is_url, sources)):
+            with Journal(out) as journal:  # so that no other command writes there
+                for index, source in enumerate(sources):
+                    if is_url(source):
+                        bar.begin(f"fetching {source}", None)
+                        paths[index] = fetch(source, journal.scratch / "source")
         return prepare(
-            source,
+            SourcePaths(tuple(paths), opening),
             out,
             options,
             bar,
@@ -263,45 +277,6 @@ def _prepare(source: SourcePaths, out: Path, args: argparse.Namespace, options: 
             max_skip_rate=args.max_skip_rate,
             overwrite=args.overwrite,
         )
-
-
-class _Bar:
-    """A line with bar, rate and remaining time."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        rate, columns = TextColumn("{task.fields[rate]}"), (BarColumn(), MofNCompleteColumn())
-        text = TextColumn("{task.description}")
-        self._progress = Progress(SpinnerColumn(), text, *columns, rate, TimeRemainingColumn(), console=console)
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def begin(self, activity: str, total: int | None) -> None:
-        """Start showing a new step."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(activity, total=total, rate="")
-
-    def advance(self, count: int) -> None:
-        """Advance the bar."""
-        assert self._task is not None
-        self._progress.update(self._task, advance=count)
-        speed = self._progress.tasks[-1].speed
-        self._progress.update(self._task, rate="" if speed is None else f"{speed:,.0f}/s")
 
 
 main = command_main(parser, run)

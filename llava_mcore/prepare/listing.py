@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 import yaml
@@ -13,8 +13,8 @@ from llava_mcore.errors import DataError, problems
 from llava_mcore.files.regular import RefusedFileError, plain_name, read_regular_file
 from llava_mcore.prepare.journal import write_whole
 from llava_mcore.prepare.record_layouts import Keys
-from llava_mcore.prepare.shard_plan import SourcePaths
 from llava_mcore.prepare.sources.detect import Format, Opening
+from llava_mcore.prepare.sources.fetch import is_url
 
 BLEND = "blend.yaml"
 SUFFIXES = (".yaml", ".yml")
@@ -24,11 +24,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ListedSource(BaseModel):
-    """One entry of the list. Paths are relative to the YAML file."""
+    """One entry of the list. Paths are relative to the YAML file; a path may be a URL."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path
+    path: str = Field(min_length=1)
     name: str | None = None
     weight: Positive | None = None
     """Share in the blend, relative to the others'."""
@@ -48,13 +48,16 @@ class ListedSource(BaseModel):
     subflavors: dict[str, Any] = {}
     """Passed on to energon's blend."""
 
-    def source(self, root: Path) -> SourcePaths:
-        """Return the source to prepare."""
+    def place(self, root: Path) -> str:
+        """Return the path or URL of the source."""
+        return self.path if is_url(self.path) else str(root / self.path)
+
+    def opening(self, root: Path) -> Opening:
+        """Return how to read it."""
         texts = (self.image_key, self.question_key, self.answer_key, self.captions)
         keys = Keys(*texts, self.video_key, self.audio_key, self.preference_pairs)
         image_dir = None if self.image_dir is None else root / self.image_dir
-        opening = Opening(self.format, image_dir, self.source_split, keys, frames_fps=self.frames_fps)
-        return SourcePaths((root / self.path,), opening)
+        return Opening(self.format, image_dir, self.source_split, keys, frames_fps=self.frames_fps)
 
 
 class Listing(BaseModel):
@@ -121,7 +124,7 @@ def _disagreements(listing: Listing) -> list[str]:
 
 
 def _name(source: ListedSource) -> str:
-    return source.path.name.lstrip(".").partition(".")[0] if source.name is None else source.name
+    return PurePath(source.path).name.lstrip(".").partition(".")[0] if source.name is None else source.name
 
 
 def write_blend(folder: Path, listing: Listing, *, has_val: bool) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llava_mcore.data.encode.marks import as_text
-from llava_mcore.data.encode.messages import check_order, complete, decoded, tools_of
+from llava_mcore.data.encode.messages import as_records, check_order, complete, decoded, tools_of
 from llava_mcore.data.encode.record_keys import (
     INPUT_KEY,
     OBJECTS_KEY,
@@ -128,7 +128,7 @@ def parse(row: Mapping[str, Any], keys: Keys, layout: str | None = None, untaken
 
 def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: RowMedia) -> ListedTurns:
     """Return the turns of the first layout that is full, else of an empty list of turns."""
-    lists = {key: decoded(row.get(key)) for key in (TURN_LISTS if layout is None else (layout,))}
+    lists = {key: as_records(decoded(row.get(key))) for key in (TURN_LISTS if layout is None else (layout,))}
     full = [key for key, value in lists.items() if is_full(value)]
     if full:
         result = from_turns(lists[full[0]], full[0], media)
@@ -136,7 +136,7 @@ def _layout(row: Mapping[str, Any], keys: Keys, layout: str | None, media: RowMe
             _require_same(result.turns, lists[other], full[0], other, media)
         return replace(result, read={*full})
     for key, read in ROW_LAYOUTS.items() if layout is None else ():
-        value = decoded(row.get(key))
+        value = as_records(decoded(row.get(key)))
         if is_full(value):
             return read(value, media)
     continued = _continued(row, media) if layout is None else None

@@ -59,10 +59,10 @@ def parse_pair(
         raise BadSample(Reason.SAME_ANSWERS, "there is nothing to prefer")
     for name, turns in zip(PAIR, sides, strict=True):
         if not turns or turns[0].role != "assistant":
-            found = f"a turn of the {turns[0].role}" if turns else "nothing"
+            turn_there = f"a turn of the {turns[0].role}" if turns else "nothing"
             raise BadSample(
                 Reason.DIFFERENT,
-                f"the conversations differ from turn {num_same}, where `{name}` has {found}, not an answer",
+                f"the conversations differ from turn {num_same}, where `{name}` has {turn_there}, not an answer",
             )
     return _trained_from(chosen, num_same), _trained_from(rejected, num_same)
 
@@ -98,20 +98,20 @@ def _with_answer(row: Mapping[str, Any], answer: Any, keys: Keys) -> dict[str, A
     # Or a question that is text. An answer that is text too belongs to it as in any other row.
     question = next((key for key in keys.questions if is_full(rest.get(key))), "")
     if messages is None:
-        own = dict(PAIRS).get(question, keys.answers) if keys.answer is None else keys.answers
-        return {**rest, own[0]: answer}
+        answer_keys = dict(PAIRS).get(question, keys.answers) if keys.answer is None else keys.answers
+        return {**rest, answer_keys[0]: answer}
     asked = {"role": "user", "content": rest.pop(question)} if question else None
     return {**rest, "messages": [*([] if asked is None else [asked]), *messages]}
 
 
 def _without_prompt(row: Mapping[str, Any], rest: Mapping[str, Any], messages: list[Any], keys: Keys) -> dict[str, Any]:
     """Return the rest of a row without what its answer, a whole conversation, repeats. BadSample for anything else."""
-    whole = [_messages(row[key]) for key in PAIR]
+    both = [_messages(row[key]) for key in PAIR]
     contents = [message.get(key) for message in messages for key in ("content", "value")]
     repeated = set()
     for key in (*TURN_LISTS, *keys.questions):
         listed = _messages(rest.get(key))
-        if listed in whole or listed == messages[: len(listed or ())] or (listed is None and rest.get(key) in contents):
+        if listed in both or listed == messages[: len(listed or ())] or (listed is None and rest.get(key) in contents):
             repeated.add(key)
         elif is_full(rest.get(key)):
             raise BadSample(Reason.DIFFERENT, f"`{key}` is not in the conversations of `{CHOSEN}` and `{REJECTED}`")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llava_mcore.data.encode.marks import NAMES, TYPES, count_marks, escape
-from llava_mcore.data.encode.messages import decoded
+from llava_mcore.data.encode.messages import as_records, decoded
 from llava_mcore.data.encode.record_keys import IMAGE_OPTIONS, PART, VIDEO_OPTIONS, full_value, is_full
 from llava_mcore.data.encode.sample_media import FRAMES_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
@@ -192,7 +192,7 @@ def _own_marks_for_videos(draft: Draft) -> Draft:
 def listed_media(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
     """Return the pictures, videos or sounds that the row lists; empty values mean that there is none."""
     with reason_for(Reason.WRONG_TYPE):
-        value = decoded(full_value(row, names))
+        value = _listed_references(decoded(full_value(row, names)))
     has_lists = isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value)
     if not is_full(value) and not has_lists:  # a list without frames is a video, and refused later
         return ()
@@ -201,6 +201,12 @@ def listed_media(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...
         if isinstance(item, Mapping):
             _check_keys(item, f"the row's medium {index}")
     return listed
+
+
+def _listed_references(value: Any) -> Any:
+    """Return references whose bytes and paths are one list each as a list of references. One of a video is a list."""
+    is_columns = isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}
+    return as_records(value) if is_columns else value
 
 
 def _piece(part: Any, where: str) -> str | MediaPart:

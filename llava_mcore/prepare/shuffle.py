@@ -1,7 +1,7 @@
 """The order of a source's rows, shuffled by a seed: where each row of a shard is, without an order in memory.
 
-The order is a permutation that is computed, so every process knows the rows of its shard from their numbers alone. Rows
-are then read one by one. What is stored is the place of each row in files that have no numbers: 16 bytes, on disk.
+The order is a permutation that is computed, so every process knows the rows of its shard from their indices alone. Rows
+are then read one by one. What is stored is the place of each row in files that have no indices: 16 bytes, on disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IN_MEMORY = 1 << 24
 BUFFERED = 1 << 13
 """Offsets to write at a time."""
 BY_NUMBER = -1
-Numbers = NDArray[np.uint64]
+Indices = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +40,28 @@ class Permutation:
     size: int
     seed: int
 
-    def __call__(self, positions: Numbers) -> Numbers:
-        """Return the numbers at positions of the permuted sequence."""
-        numbers = self._encrypt(positions)
-        while (outside := numbers >= self.size).any():
-            numbers[outside] = self._encrypt(numbers[outside])
-        return numbers
+    def __call__(self, positions: Indices) -> Indices:
+        """Return the indices at positions of the permuted sequence."""
+        indices = self._encrypt(positions)
+        while (outside := indices >= self.size).any():
+            indices[outside] = self._encrypt(indices[outside])
+        return indices
 
-    def _encrypt(self, numbers: Numbers) -> Numbers:
+    def _encrypt(self, indices: Indices) -> Indices:
         half = np.uint64(max(1, -(-(self.size - 1).bit_length() // 2)))
         mask = (np.uint64(1) << half) - np.uint64(1)
-        left, right = numbers >> half, numbers & mask
+        left, right = indices >> half, indices & mask
         for round_ in range(ROUNDS):
             digest = hashlib.sha256(f"{self.seed} {round_}".encode()).digest()
             left, right = right, left ^ (_mixed(right ^ np.uint64(int.from_bytes(digest[:8], "little"))) & mask)
         return (left << half) | right
 
 
-def _mixed(numbers: Numbers) -> Numbers:
+def _mixed(indices: Indices) -> Indices:
     """Return the finalizer of SplitMix64 (Steele et al. 2014): every bit depends on all bits."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
+    indices = (indices ^ (indices >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    indices = (indices ^ (indices >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return indices ^ (indices >> np.uint64(31))
 
 
 class RowOffsets:
@@ -103,20 +103,20 @@ class ShuffledOrder:
     """Rows with offsets before each file; BY_NUMBER: its rows are found by their number."""
     offsets: Path
     """File of `RowOffsets`, which may be empty."""
-    _mapped: Numbers | None = field(default=None, init=False, repr=False, compare=False)
+    _mapped: Indices | None = field(default=None, init=False, repr=False, compare=False)
 
     def rows(self, part: ShuffledRows) -> Iterator[RowRange]:
         """Yield the rows at some positions, each as a range of one row. `RowRange.row` is its position."""
         positions = np.arange(part.first, part.first + part.count, dtype=np.uint64)
-        numbers = Permutation(self.num_rows, self.seed)(positions).astype(np.int64)
-        files = np.searchsorted(np.asarray(self.first_rows), numbers, side="right") - 1
-        for position, number, file in zip(positions.tolist(), numbers.tolist(), files.tolist(), strict=True):
-            index, start, stop = number - self.first_rows[file], 0, 0
+        indices = Permutation(self.num_rows, self.seed)(positions).astype(np.int64)
+        files = np.searchsorted(np.asarray(self.first_rows), indices, side="right") - 1
+        for position, row, file in zip(positions.tolist(), indices.tolist(), files.tolist(), strict=True):
+            index, start, stop = row - self.first_rows[file], 0, 0
             if self.first_offsets[file] != BY_NUMBER:
                 start, stop = map(int, self._offsets()[self.first_offsets[file] + index])
             yield RowRange(file, position, index, 1, start, stop)
 
-    def _offsets(self) -> Numbers:
+    def _offsets(self) -> Indices:
         """Map the file of offsets into memory, once per process."""
         if self._mapped is None:
             self._mapped = np.memmap(self.offsets, np.uint64, "r").reshape(-1, 2)

@@ -136,6 +136,22 @@ def turn_of(message: Mapping[str, Any], role: Role, text: str, where: str, *, is
     return Turn(role, "" if is_call else text, trained, reasoning or "", fields)
 
 
+def as_records(value: Any) -> Any:
+    """Return objects whose fields were written as one list each, {"role": […], "content": […]}, as a list of objects.
+
+    `datasets` stores a Sequence of objects in this way. Anything else is returned unchanged.
+    """
+    if not isinstance(value, Mapping) or not value:
+        return value
+    columns = [column for column in value.values() if column is not None]
+    if not columns or not all(isinstance(column, (list, tuple)) for column in columns):
+        return value
+    if len({len(column) for column in columns}) > 1:
+        return value
+    full = {key: column for key, column in value.items() if column is not None}
+    return [dict(zip(full, items, strict=True)) for items in zip(*columns, strict=True)]
+
+
 def message_of(turn: Turn) -> dict[str, Any]:
     """Return the message of a turn: the inverse of `turn_of`."""
     message: dict[str, Any] = {"role": turn.role, "content": turn.text, **turn.fields}

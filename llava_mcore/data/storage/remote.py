@@ -17,7 +17,9 @@ from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
 from multistorageclient import StorageClientConfig
 from multistorageclient.types import RetryableError
 
-from llava_mcore.compat.energon.storage_clients import INHERITED
+from llava_mcore.compat.energon.storage_clients import INHERITED, register_provider
+from llava_mcore.data.storage.fsspec_store import NAME as FSSPEC
+from llava_mcore.data.storage.fsspec_store import FsspecStorageProvider
 from llava_mcore.data.storage.shard_files import META_ERRORS, OFFSET
 from llava_mcore.errors import DataError
 
@@ -29,6 +31,9 @@ PROFILE_ADVICE = (
     "describe the store in multi-storage-client's configuration file (MSC_CONFIG or ~/.msc_config.yaml), "
     "see docs/data.md, Object stores"
 )
+
+
+register_provider(FSSPEC, FsspecStorageProvider)
 
 
 def locate(path: Path | str) -> EPath:

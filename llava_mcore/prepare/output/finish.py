@@ -111,16 +111,16 @@ def split_shards(names: Sequence[str], val_ratio: float) -> dict[str, list[str]]
 def _write_index(folder: Path, written: Sequence[ShardReport], sqlite: Path, on_shard: Callable[[], None]) -> None:
     """Write index.sqlite from what the writers of the shards have noted."""
     indices = {str(report.name): index for index, report in enumerate(written)}
-    with contextlib.closing(SqliteIndexWriter(EPath(sqlite))) as index:
-        for number, report in enumerate(written):
+    with contextlib.closing(SqliteIndexWriter(EPath(sqlite))) as writer:
+        for index, report in enumerate(written):
             name = str(report.name)
             noted = folder / SCRATCH / rows_name(name)
             if noted.is_file() and (folder / f"{name}.idx").is_file():
-                samples, parts = zip(*samples_of(noted, number), strict=True)
-                index.append_samples(samples)
-                index.append_parts([part for members in parts for part in members])
+                samples, parts = zip(*samples_of(noted, index), strict=True)
+                writer.append_samples(samples)
+                writer.append_parts([part for members in parts for part in members])
             else:
-                _read_index(folder, report, indices, index)
+                _read_index(folder, report, indices, writer)
             on_shard()
 
 

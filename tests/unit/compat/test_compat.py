@@ -104,6 +104,8 @@ class Changed:
         (named_code.refuse_named_code, "REPLACED"),
         (megatron_checkpoints.keep_write_results_here, "filesystem_async"),
         (storage_clients.remember_clients_at_forks.__wrapped__, "shortcuts"),
+        (functools.partial(storage_clients.register_provider, "x", Changed), "config"),  # type: ignore[arg-type]
+        (functools.partial(storage_clients.register_provider, "x", Changed), "schema"),  # type: ignore[arg-type]
         (functools.partial(megatron_checkpoints.by_sharded_key, {}, keep_only_main_replica=True), "strategies"),
     ],
 )

@@ -53,8 +53,8 @@ def test_the_page_adds_a_layout_and_a_kind_of_file(tmp_path: Path) -> None:
     assert python == "python"
     copy.run(*arguments)
     messages, pictures = read_samples(tmp_path / "shards")
-    assert messages == [
-        [("user", "What is 1 + 1?"), ("assistant", "2"), ("user", "And 2 + 2?"), ("assistant", "4")],
+    assert sorted(messages) == [
         [("user", "<image>\nWhich digit is this?"), ("assistant", "A seven.")],
+        [("user", "What is 1 + 1?"), ("assistant", "2"), ("user", "And 2 + 2?"), ("assistant", "4")],
     ]
     assert [name.rpartition(".")[2] for name in pictures] == ["png"]

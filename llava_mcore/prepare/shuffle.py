@@ -33,8 +33,8 @@ Indices = NDArray[np.uint64]
 class Permutation:
     """A permutation of the numbers below `size` that depends on a seed.
 
-    It is a Feistel network over the smallest even number of bits that holds them; a result that is no number below
-    `size` is permuted again, until it is one (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    It is a Feistel network over the smallest even number of bits that holds them; a result that is not below `size` is
+    permuted again, until it is (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
 
     size: int

@@ -95,13 +95,13 @@ class FsspecStorageProvider(BaseStorageProvider):
         files = self._files()
         if include_directories:
             listed = self._try("listing", folder, lambda: files.ls(folder, detail=True))
-            found = {str(info["name"]): info for info in listed}
+            listing = {str(info["name"]): info for info in listed}
         else:
-            found = self._try("listing", folder, lambda: files.find(folder, detail=True))
-        for name in sorted(found):
+            listing = self._try("listing", folder, lambda: files.find(folder, detail=True))
+        for name in sorted(listing):
             key = _absolute(name)
             if (start_after is None or key > start_after) and (end_at is None or key <= end_at):
-                yield _metadata(key, found[name])
+                yield _metadata(key, listing[name])
 
     def _download_file(self, remote_path: str, f: str | IO[Any], metadata: ObjectMetadata | None = None) -> int:
         def download() -> int:

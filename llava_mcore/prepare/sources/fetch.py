@@ -46,16 +46,16 @@ def fetch(url: str, folder: Path, on_file: Callable[[str], None] = lambda name: 
     place = folder / sha256(url.encode()).hexdigest()[:16]
     try:
         files, root = fsspec.core.url_to_fs(url)
-        found = _found(files, root)
+        listing = _list_files(files, root)
     except FETCH_ERRORS as error:
         raise DataError(f"{url} cannot be read: {error}") from error
-    if not found:
+    if not listing:
         raise DataError(f"{url} has no files")
     place.mkdir(parents=True, exist_ok=True)
     known = json.loads((place / LISTING).read_text()) if (place / LISTING).is_file() else {}
-    versions = {name: _version(info) for name, info in found.items()}
-    missing = [name for name in found if known.get(name) != versions[name] or not (place / name).is_file()]
-    for name in known.keys() - found.keys():
+    versions = {name: _version(info) for name, info in listing.items()}
+    missing = [name for name in listing if known.get(name) != versions[name] or not (place / name).is_file()]
+    for name in known.keys() - listing.keys():
         (place / name).unlink(missing_ok=True)
 
     def get(name: str) -> str | None:
@@ -64,7 +64,7 @@ def fetch(url: str, folder: Path, on_file: Callable[[str], None] = lambda name: 
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.part")
         try:
-            files.get_file(found[name]["name"], str(partial))
+            files.get_file(listing[name]["name"], str(partial))
         except FETCH_ERRORS as error:
             return f"{name}: {error}"
         move(partial, target)
@@ -75,10 +75,10 @@ def fetch(url: str, folder: Path, on_file: Callable[[str], None] = lambda name: 
     if errors:
         raise DataError(problems(f"{url} could not be fetched; run the same command to continue", errors))
     replace_file(place / LISTING, json.dumps(versions).encode())
-    return place / next(iter(found)) if files.isfile(root) else place
+    return place / next(iter(listing)) if files.isfile(root) else place
 
 
-def _found(files: fsspec.AbstractFileSystem, root: str) -> dict[str, Mapping[str, Any]]:
+def _list_files(files: fsspec.AbstractFileSystem, root: str) -> dict[str, Mapping[str, Any]]:
     """Return what a file system says of the files, by their names below the root. Hidden files are left out."""
     if files.isfile(root):
         return {PurePosixPath(root).name: files.info(root)}

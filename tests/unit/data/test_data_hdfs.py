@@ -1,4 +1,4 @@
-"""Shards in HDFS, through fsspec behind multi-storage-client: the batches of the same folder, and errors in time."""
+"""Shards in HDFS, read by multi-storage-client through fsspec: the batches of the same folder, and errors in time."""
 
 from __future__ import annotations
 

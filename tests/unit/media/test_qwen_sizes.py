@@ -109,5 +109,5 @@ def test_video_shapes_have_the_processors_tokens(folders: dict[str, Path]) -> No
             )
             assert item.ids.tolist() == made["input_ids"][0].tolist(), (name, shape)
             assert item.num_rows == len(made["pixel_values_videos"])
-    with pytest.raises(DataError, match="a video has 1 frame, but Qwen3VLModel needs 2: prepare it with"):
+    with pytest.raises(DataError, match="a video has 1 frame, but Qwen3_5Model needs 2: prepare it with"):
         plan.video_tokens([VideoShape(1, 23, 64)])

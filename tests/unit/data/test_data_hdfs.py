@@ -112,7 +112,7 @@ def test_shards_in_a_real_hdfs(tmp_path: Path, assets: Assets, configure: Config
         for file in sorted(path for path in local.rglob("*") if path.is_file()):
             client.upload_file(f"digits/{file.relative_to(local)}", str(file))
         assert fingerprint("msc://hdfs/digits") == fingerprint(local)
-        # In this process, because the client hangs after a fork.
+        # In this process: a loader with two processes did not end with this client.
         folder, remote = open_loader(local, assets), open_loader("msc://hdfs/digits", assets)
         assert_equal(take(remote, 20), take(folder, 20))
         remote.close()

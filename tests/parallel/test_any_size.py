@@ -86,8 +86,9 @@ def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
         curves[tp, pp] = ranks[0]
         assert len(ranks[0]) == (2 if tp * pp == 1 else 1) * len(names)
     one = curves[1, 1]
-    for expected in one.values():
-        assert len(set(expected["tiles"])) > 1, "batches hold different numbers of tiles or patches"
+    for run, expected in one.items():
+        if not run.endswith(", packed"):  # packs may be equally full
+            assert len(set(expected["tiles"])) > 1, "batches hold different numbers of tiles or patches"
         assert expected["loss"][-1] < expected["loss"][0]
     for layout in LAYOUTS[1:]:
         for run, here in curves[layout].items():

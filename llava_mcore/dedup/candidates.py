@@ -12,7 +12,7 @@ from datasketch import MinHashLSH
 from llava_mcore.dedup.signature import NUM_PERMUTATIONS, Signature, as_minhash, differing_bits
 
 Match = Literal["sample", "image", "text"]
-"""What two samples must share: everything, one image, or the text."""
+"""Part that two samples must share: everything, one image, or the text."""
 BAND_BYTES = 2
 """Hashes with an equal band of 16 bits are compared. Of 16 bands, one is equal if up to 15 bits differ."""
 MAX_BITS = 40

@@ -1,4 +1,4 @@
-"""What was found: a list, a page to look at, and names for split.yaml."""
+"""Reports of duplicates: a list, a page to look at, and names for split.yaml."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Library:
 
 @dataclass
 class ScanResult:
-    """What was read."""
+    """Signatures of the samples that were read, and counts of the others."""
 
     signatures: list[Signature] = field(default_factory=list)
     excluded: int = 0

@@ -20,7 +20,7 @@ from llava_mcore.errors import DataError
 HASH_SIDE = 16
 """A perceptual hash has HASH_SIDE ** 2 bits."""
 NUM_PERMUTATIONS = 128
-"""Of a MinHash: its estimate of a Jaccard similarity has a standard error of about 0.04."""
+"""Hashes in a MinHash: its estimate of a Jaccard similarity has a standard error of about 0.04."""
 EMPTY = MinHash(num_perm=NUM_PERMUTATIONS, scheme="affine32")
 SHINGLE = 5
 """Characters of the pieces that texts are compared by."""
@@ -42,7 +42,7 @@ class SamplePlace:
 
 @dataclass(frozen=True)
 class Signature:
-    """What two samples are first compared by."""
+    """Hashes by which two samples are first compared."""
 
     place: SamplePlace
     exact: bytes

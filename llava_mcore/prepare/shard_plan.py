@@ -105,7 +105,7 @@ class ShardList:
     order: ShuffledOrder | None = None
     """Where shuffled rows are; its file is not written yet."""
     offsets: RowOffsets | None = None
-    """What to write into that file."""
+    """Places to write into that file."""
 
 
 @dataclass(slots=True)

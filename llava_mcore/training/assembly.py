@@ -28,7 +28,7 @@ from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.log import warn_on_failure
-from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, sum_over_ranks, wait_for_all
+from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals
@@ -36,6 +36,7 @@ from llava_mcore.training.answers.answerer import AnswerData, Answerer
 from llava_mcore.training.assets import run_assets
 from llava_mcore.training.diagnostics import IterationProfiler, ShowFirst, show_shapes_once
 from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.training.fetch import shared_names
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter, StartTimes
 from llava_mcore.training.logs.run_record import adopt_ids
@@ -117,7 +118,6 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
     answers = raise_together(groups, lambda: _open_answers(run, assets))
     shown_loader = _show_first_step(trainer, loader, assets) if run.logging.debug else loader
     hf_dir = raise_together(groups, lambda: carried_files(run, groups, start, assets))
-
     reporter = raise_together(groups, lambda: Reporter(trainer, progress, times))
     loop = TrainingLoop(
         trainer,
@@ -131,7 +131,7 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         stop=stop,
         watchdog=watchdog,
         times=times,
-        dataset_names=_dataset_names(groups, loader),
+        dataset_names=shared_names(groups, [] if loader is None else loader.dataset_names),
     )
     return loop, loader
 
@@ -146,13 +146,6 @@ def _say_completion(run: RunConfig, start: StartPoint) -> None:
         omit = "or omit --load-optim the first time, to start a new run with its weights"
         raise CheckpointError(f"{reached}, {omit}", on_all_ranks=True)
     logger.info("the run is complete: %s", reached)
-
-
-def _dataset_names(groups: Groups, loader: TrainLoader | None) -> list[str]:
-    """Return the names of a blend's datasets, as many on ranks that read no data; a collective call."""
-    names = [] if loader is None else loader.dataset_names
-    (count,) = sum_over_ranks(groups, [0 if groups.rank else len(names)])
-    return names or [""] * count
 
 
 def _end(loop: TrainingLoop, loader: TrainLoader | None) -> None:

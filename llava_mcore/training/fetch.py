@@ -240,3 +240,9 @@ def fetch_step(
     if failed:
         raise DataError(problems("training data cannot be used", agree(groups, problem)), on_all_ranks=True)
     return Fetched(share_step(groups, batches, num_micro_batches, fields), counts, sums, tuple(set_flags))
+
+
+def shared_names(groups: Groups, names: Sequence[str]) -> list[str]:
+    """Return the names of a blend's datasets, as many blanks on ranks that read no data; a collective call."""
+    (count,) = sum_over_ranks(groups, [0 if groups.rank else len(names)])
+    return list(names) or [""] * count

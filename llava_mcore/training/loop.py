@@ -64,7 +64,7 @@ class TrainingLoop:
     watchdog: Watchdog
     times: StartTimes
     dataset_names: Sequence[str]
-    """Of a blend, for the log; on other ranks than the first, only their number counts."""
+    """Names of a blend's datasets, for the log; on other ranks than the first, only their number counts."""
     first: int = field(init=False)
     """The first iteration of this process."""
     saved: int | None = field(init=False, default=None)

@@ -1,4 +1,4 @@
-"""What goes wrong after the workers have started ends all of them, within a minute, with one clear message.
+"""A failure after the workers have started ends all of them, within a minute, with one clear message.
 
 One such run is started as a user does. Ranks of the others are forked, and end by themselves: tests of torchrun, which
 ends those that do not, are in test_operations.py.

@@ -1,4 +1,4 @@
-"""What a run shows and writes beside its metrics, by its console: --debug, TensorBoard, the plot."""
+"""Output of a run beside its metrics, by its console: --debug, TensorBoard, the plot."""
 
 from __future__ import annotations
 

@@ -64,8 +64,9 @@ _VISION = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CALM_EPS = 1e-2
-"""Of the norms in Qwen3.5's language model. With the published 1e-6, the norm after a delta net amplifies the rounding
-of values near zero so much that fp32 itself is only good for a relative 1e-4; `test_delta_net.py` compares that."""
+"""Epsilon of the norms in Qwen3.5's language model. With the published 1e-6, the norm after a delta net amplifies the
+rounding of values near zero so much that fp32 itself is only good for a relative 1e-4; `test_delta_net.py` compares
+that."""
 KINDS: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         Qwen2VLConfig,

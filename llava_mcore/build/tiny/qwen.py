@@ -54,7 +54,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
 }
-"""What else their language models have of their own."""
+"""Other fields that only their language models have."""
 _NEW = ("qwen3_vl", "qwen3_5")
 """Classes with Qwen3-VL's processors."""
 

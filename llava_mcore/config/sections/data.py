@@ -23,7 +23,7 @@ DataPath = Annotated[Path | str, BeforeValidator(_path_or_url)]
 
 
 BlendWeights = Literal["samples", "tokens"]
-"""What the weights of a blend count."""
+"""Unit in which the weights of a blend count."""
 Handling = Literal["text", "control"]
 """How special tokens in the text of a conversation are read."""
 
@@ -76,7 +76,7 @@ class DataConfig(Section):
     ranks that it will have. Not given: 48, or 768 from 200,000 samples on, whatever the number of ranks. A resumed run
     keeps them."""
     blend_weights: BlendWeights = "samples"
-    """What the weights of a blend count: samples, or tokens as `prepare` has counted them (manifest.json)."""
+    """Unit of the weights of a blend: samples, or tokens as `prepare` has counted them (manifest.json)."""
     image_token_id: Annotated[int | None, Flag("--image-token-id", after="--max-skip-rate")] = Field(
         None, ge=0, le=10**9
     )

@@ -73,7 +73,7 @@ class Dataset:
     weight: float
     """Its samples among those of all datasets of the path; the weights need not add up to 1."""
     subflavors: Mapping[str, Any]
-    """What the blend says about it, for our own keys."""
+    """Our own keys that the blend has for it."""
     source: MapDataset[Any, Any]
     cook: Callable[[Any], Any]
     """Converts a raw sample, as training does before tokenizing."""

@@ -80,7 +80,7 @@ class SampleReader:
 
     @property
     def skips(self) -> Skips:
-        """What was skipped since it was asked for."""
+        """Samples skipped since they were last taken."""
         return self.encoder.skips
 
     def measure(self, choice: ChosenSample) -> TokenSample | None:

@@ -45,6 +45,7 @@ def settings_to_resume_with(
         PROCESSORS: assets.images.settings(),
         NUM_STREAMS: data.num_streams,
         "data.shuffle_buffer_size": data.shuffle_buffer_size,
+        "data.blend_weights": data.blend_weights,
         PACKING: data.packing,
         **(packing if data.packing else {}),
         "data.max_media_tokens": data.max_media_tokens,

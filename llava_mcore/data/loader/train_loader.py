@@ -111,7 +111,7 @@ class TrainLoader:
             mixture = mixture_of(datasets, data, num_streams=self.num_streams, seed=seed)
             skips = Skips(stop_if_too_long=data.on_too_long == "error")
             self.dataset_names = short_names([x.path for x in datasets]) if len(datasets) > 1 else []
-            """Of a blend, for the log."""
+            """Names of a blend's datasets, for the log."""
             encoder = ChatTaskEncoder(
                 data,
                 assets,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 BLOCK = 64
 """Consecutive samples that stay near each other, so that a window of samples comes from few shards."""
 CACHED_WINDOWS, CACHED_PASSES = 8, 2
-"""Of a dataset. Streams are at about the same position, so a few windows serve all of a process."""
+"""Limits per dataset. Streams are at about the same position, so a few windows serve all of a process."""
 GOLDEN, FIRST, SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Constants of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
 

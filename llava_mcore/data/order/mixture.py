@@ -16,7 +16,7 @@ class Progress(NamedTuple):
 
     iterations: float = 0
     tokens: float = 0
-    """Of all global batches, with those of media, without padding."""
+    """Tokens of all global batches, with those of media, without padding."""
 
 
 class WeightPoint(NamedTuple):

@@ -1,4 +1,4 @@
-"""What layers keep of the tokens so far, of several sequences at once: keys and values, or a delta net's state.
+"""State that layers keep of the tokens so far, of several sequences at once: keys and values, or a delta net's state.
 
 megatron-core's StaticInferenceContext has one length for all sequences, keeps keys without their rotary positions and
 rotates all of them again for every token, and switches masks off, so windows too. Here a layer's core attention is

@@ -14,7 +14,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 EPS = 1e-6
-"""Of these norms in transformers, which has no setting for it."""
+"""Epsilon of these norms in transformers, which has no setting for it."""
 
 
 class AllHeadsNorm(nn.Module):

@@ -38,7 +38,8 @@ from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import sync
 from llava_mcore.files.regular import read_object
 from llava_mcore.files.torch_files import load_tensors
-from llava_mcore.parallel.groups import Groups, agree, gather_to_first
+from llava_mcore.parallel.agreement import agree
+from llava_mcore.parallel.groups import Groups, gather_to_first
 
 logger = logging.getLogger(__name__)
 

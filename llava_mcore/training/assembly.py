@@ -28,7 +28,8 @@ from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.log import warn_on_failure
-from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
+from llava_mcore.parallel.agreement import agree
+from llava_mcore.parallel.groups import Groups, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals

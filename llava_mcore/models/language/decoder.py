@@ -84,7 +84,12 @@ def block_spec(
 
     Args:
         plain_linears: megatron-core's own linear layers, with norms before them, also among Transformer Engine's.
+
+    Raises:
+        ConfigError: layers with experts, of which only the weights are known so far.
     """
+    if config.num_moe_experts is not None:
+        raise ConfigError("models with mixtures of experts are not computed yet")
     if config.transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func

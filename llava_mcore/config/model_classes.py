@@ -38,6 +38,7 @@ MODEL_CLASSES = {
     "qwen2_vl": ModelClass("Qwen2VLForConditionalGeneration", "qwen_vl.Qwen2Vl"),
     "qwen2_5_vl": ModelClass("Qwen2_5_VLForConditionalGeneration", "qwen_vl.Qwen25Vl"),
     "qwen3_vl": ModelClass("Qwen3VLForConditionalGeneration", "qwen_vl.Qwen3Vl"),
+    "qwen3_vl_moe": ModelClass("Qwen3VLMoeForConditionalGeneration", "qwen_vl.Qwen3VlMoe"),
     "qwen3_5": ModelClass("Qwen3_5ForConditionalGeneration", "qwen_vl.Qwen35"),
     "qwen2_audio": ModelClass("Qwen2AudioForConditionalGeneration", "qwen2_audio.Qwen2Audio"),
 }

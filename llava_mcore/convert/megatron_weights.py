@@ -86,7 +86,7 @@ class HfSide:
 def tensors_of_config(hf: PretrainedConfig) -> dict[str, TensorInfo]:
     """Return the tensors of a model's parameters, under llava-hf's names, in one file."""
     rows = hf.text_config.vocab_size
-    table = mapping_table(hf, usual_names(hf), hf_tensors=(), padded_vocab_size=rows)
+    table = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=rows)
     with single_process():
         shapes = parameter_shapes(meta_model(hf, num_vocab_rows=rows))
     infos = {}

@@ -78,7 +78,7 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
 def _pieces(hf: PretrainedConfig) -> list[_HfTensor]:
     rows = hf.text_config.vocab_size  # only names are needed
     styles = (usual_names(hf), *architecture_of(hf).names.styles)  # a pattern may refer to any of them
-    tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in styles]
+    tables = [mapping_table(hf, names, hf_tensors={}, padded_vocab_size=rows).entries for names in styles]
     return [
         _HfTensor(name, (name, *(table[name].hf_names[i] for table in tables)))
         for name, entry in tables[0].items()

@@ -23,12 +23,14 @@ class Shard:
     """Split along `dim` (None: every rank holds the whole tensor).
 
     With `blocks` > 1 each of the equal blocks along `dim` is split separately and every rank gets its part
-    of each: SwiGLU's [gate; up] becomes [gate_r; up_r] on rank r. `sections`: sizes of blocks that differ.
+    of each: SwiGLU's [gate; up] becomes [gate_r; up_r] on rank r. `sections`: sizes of blocks that differ. `experts`:
+    dim 0 counts experts, which expert-parallel ranks divide, and `dim` is split over expert-tensor-parallel ranks.
     """
 
     dim: int | None
     blocks: int = 1
     sections: tuple[int, ...] = ()
+    experts: bool = False
 
     def split(self, full: Tensor, tp_size: int) -> list[Tensor]:
         """Return the slice of every tensor-parallel rank, in rank order.
@@ -55,6 +57,16 @@ class Shard:
         cut = [block.chunk(tp_size, self.dim) for block in full.chunk(self.blocks, self.dim)]
         return [torch.cat(parts, self.dim) for parts in zip(*cut, strict=True)]
 
+    def split_experts(self, full: Tensor, ep_size: int, etp_size: int) -> list[list[Tensor]]:
+        """Return the slice of every rank: a list for each expert-parallel rank, of its expert-tensor-parallel ranks.
+
+        Raises:
+            ConversionError: a size is not divisible.
+        """
+        if full.shape[0] % ep_size:
+            raise ConversionError(f"{full.shape[0]} experts cannot be divided over ep {ep_size}")
+        return [self.split(part, etp_size) for part in full.chunk(ep_size)]
+
     def join(self, slices: Sequence[Tensor]) -> Tensor:
         """Inverse of `split`: the slices of every rank, in rank order, back to the full tensor."""
         if self.dim is None:
@@ -71,6 +83,8 @@ REPLICATED = Shard(None)
 COLUMN = Shard(0)
 ROW = Shard(1)
 GATED_COLUMN = Shard(0, blocks=2)
+EXPERT_COLUMN = Shard(1, blocks=2, experts=True)
+EXPERT_ROW = Shard(2, experts=True)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def _assert_same_gradients(ours: VisionLanguageModel, model: PreTrainedModel, wi
     noise = max(((x - precise[name]).abs().max() / _largest(gradients, name)).item() for name, x in gradients.items())
     names = detect_names(ours.hf, model.state_dict(), source="the model")
     rows = ours.language_model.embedding.word_embeddings.weight.shape[0]
-    table = mapping_table(ours.hf, names, hf_tensors=(), padded_vocab_size=rows)
+    table = mapping_table(ours.hf, names, hf_tensors={}, padded_vocab_size=rows)
     compared = 0
     for key, p in ours.named_parameters():
         assert p.grad is not None, key

@@ -21,6 +21,9 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLMoeModel,
 )
 
 from llava_mcore.errors import ConversionError
@@ -31,7 +34,7 @@ from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.patch_merger import MergerNames, PatchMerger
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.patch_plan import PatchPlan, TimedPlan, TimestampPlan
-from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlTower, Qwen25VlTower, Qwen35Tower
+from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlMoeTower, Qwen3VlTower, Qwen25VlTower, Qwen35Tower
 from llava_mcore.models.vision.registry import qwen_tower
 from llava_mcore.weights.names import HfNames, KnownNames
 
@@ -151,6 +154,17 @@ class Qwen3Vl(Qwen2Vl):
     def num_deepstack(self, hf: PretrainedConfig) -> int:
         """Return how many inner layers of the tower have features of their own."""
         return len(hf.vision_config.deepstack_visual_indexes)
+
+
+class Qwen3VlMoe(Qwen3Vl):
+    """Qwen3VLMoeForConditionalGeneration."""
+
+    config_class = Qwen3VLMoeConfig
+    model_class = Qwen3VLMoeForConditionalGeneration
+    fields: ClassVar[Fields] = Qwen3VlMoeTower.fields
+    towers = Qwen3VlMoeTower.model_types
+    texts = ("qwen3_vl_moe_text",)
+    whole_model: ClassVar[type[PreTrainedModel]] = Qwen3VLMoeModel
 
 
 class Qwen35(Qwen2Vl):

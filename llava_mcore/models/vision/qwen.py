@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionR
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionRotaryEmbedding
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionRotaryEmbedding
 from transformers.vision_utils import (
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
@@ -242,6 +243,13 @@ class Qwen3VlTower(QwenTower):
         """Return the entries of the layers and of what comes before them."""
         positions = Entry(megatron + "position_embeddings.weight", prefix + "pos_embed.weight", REPLICATED)
         return [positions, *super().weight_entries(hf, megatron=megatron, prefix=prefix, num_layers=num_layers)]
+
+
+class Qwen3VlMoeTower(Qwen3VlTower):
+    """That of Qwen3-VL with experts, which are in the language model alone."""
+
+    model_types = ("qwen3_vl_moe_vision", "qwen3_vl_moe")
+    rotary = Qwen3VLMoeVisionRotaryEmbedding
 
 
 class Qwen35Tower(Qwen3VlTower):

@@ -14,6 +14,7 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.identity import make_manifest, write_manifest
 from llava_mcore.config.rules.all_rules import check_layout
+from llava_mcore.config.rules.experts import check_expert_layout
 from llava_mcore.convert.io.import_jobs import write_file
 from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, planned_weights
 from llava_mcore.convert.io.streamed_save import save_streamed
@@ -45,6 +46,7 @@ def import_hf(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
     dtype: torch.dtype | None = None,
     workers: int = 1,
     verify: bool = False,
@@ -60,6 +62,7 @@ def import_hf(
         megatron_dir: folder to write; must be new or empty.
         tensor_parallel: number of chunks of each parallel tensor; the vocabulary is padded for it.
         pipeline_parallel: only checked: a checkpoint stores layers separately.
+        expert_parallel: number of chunks of the experts of a layer.
         dtype: cast every weight to this; None keeps each tensor's own.
         workers: number of threads; the files are the same for any.
         verify: read the checkpoint back and compare the SHA-256 of every tensor, before it is complete.
@@ -72,12 +75,13 @@ def import_hf(
     # 1. Config and headers of the folder: the model is known, and tp x pp divides it.
     require_absent(megatron_dir, activity="the import")
     hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
+    _require_experts(hf, hf_dir, expert_parallel)
     with single_process():
         # 2. The model without memory and its mapping table, which names and shapes of the folder fit.
         model, table = model_and_table(hf, folder, tp=tp)
         # 3. The plan: pieces of every parameter, and where the values of each are.
         sources = {name: folder.where(name) for name in folder.tensors}
-        state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, dtype=dtype)
+        state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, ep_size=expert_parallel, dtype=dtype)
         room = _room_beside(hf_dir) + sum(x.num_bytes for x in entries)
         room += sum(sources[name].num_bytes for name in table.unused)
         # 4. A locked, empty folder beside the target, which gets the target's name at the end.
@@ -101,6 +105,13 @@ def import_hf(
             layout.write_tracker(partial, 0)
     _warn_of_values(hf_dir, streamed.not_finite, "" if name is None else f" as {name}")
     return layout.iteration_folder(megatron_dir, 0)
+
+
+def _require_experts(hf: PretrainedConfig, hf_dir: Path, ep: int) -> None:
+    """Raise ConfigError if expert parallelism does not divide the experts of a layer."""
+    wrong = check_expert_layout(model_dims(hf), ep, 1, str(hf_dir))
+    if wrong:
+        raise ConfigError(problems(f"{hf_dir} cannot be divided over ep {ep}", wrong))
 
 
 def _warn_of_values(hf_dir: Path, names: Sequence[str], cast: str) -> None:

@@ -129,7 +129,7 @@ class CheckpointWeights:
         if lost:
             raise ConversionError(problems(f"{self.checkpoint}: tensors that cannot be written back", lost))
         for name, entry in self.table.entries.items():
-            if not name.startswith("vision_model."):  # every rank may have all of it
+            if not name.startswith("vision_model.") and not entry.shard.experts:  # every rank may have all of these
                 entry.shard.split(torch.empty(self.shapes[name], device="meta"), tp_size)
 
     def trained_names(self) -> set[str]:

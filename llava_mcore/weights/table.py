@@ -18,6 +18,9 @@ from llava_mcore.weights.layouts import Copy, TensorTransform
 from llava_mcore.weights.slices import Shape, TensorSlice
 
 
+_DESCRIBED = 4  # tensors of an entry that a message names
+
+
 @dataclass(frozen=True)
 class Shard:
     """Split along `dim` (None: every rank holds the whole tensor).
@@ -123,17 +126,29 @@ class Entry:
     def hf_slices(self, megatron_shape: Shape) -> tuple[TensorSlice, ...] | None:
         """Return each Hugging Face tensor's slice of the full Megatron tensor, in the order of `hf_names`.
 
-        None if the layout does more than concatenate rows: then the whole tensor is needed at once.
+        None if the layout does more than concatenate rows, or stack such matrices: then the whole tensor is needed at
+        once. A slice has the dims of the Megatron tensor, also where the Hugging Face tensor is one matrix of many.
         """
         full = torch.empty(megatron_shape, device="meta")
-        slices = []
-        for part in self.layout.to_hf(full):
-            same_rows = part.shape[1:] == full.shape[1:] and part.stride() == full.stride()
-            if not same_rows or not is_view_of(part, full):
-                return None
-            first = part.storage_offset() // full.stride(0)
-            slices.append(TensorSlice((first,) + (0,) * (full.ndim - 1), tuple(part.shape)))
-        return tuple(slices)
+        slices = [_rows_of(part, full) for part in self.layout.to_hf(full)]
+        return None if None in slices else tuple(x for x in slices if x is not None)
+
+    def hf_shapes(self, megatron_shape: Shape) -> tuple[Shape, ...]:
+        """Return the shape of each Hugging Face tensor, in the order of `hf_names`."""
+        return tuple(tuple(x.shape) for x in self.layout.to_hf(torch.empty(megatron_shape, device="meta")))
+
+
+def _rows_of(part: Tensor, full: Tensor) -> TensorSlice | None:
+    """Return the place of whole rows of a tensor, or of one of the matrices in it; None if a part is something else."""
+    lead = full.ndim - part.ndim
+    inner = full.shape[lead + 1 :]
+    if not is_view_of(part, full) or part.shape[1:] != inner or part.stride() != full.stride()[lead:]:
+        return None
+    start, offset = list[int](), part.storage_offset()
+    for stride in full.stride()[: lead + 1]:
+        start.append(offset // stride)
+        offset %= stride
+    return TensorSlice((*start, *(0 for _ in inner)), (*(1 for _ in range(lead)), *part.shape))
 
 
 @dataclass(frozen=True)
@@ -215,7 +230,8 @@ def _shape_problems(entry: Entry, hf_shapes: Mapping[str, Shape], expected: Shap
     """Run the layout on meta tensors: shapes are checked without reading a byte."""
     if any(name not in hf_shapes for name in entry.hf_names):
         return []
-    described = ", ".join(f"{name} {hf_shapes[name]}" for name in entry.hf_names)
+    described = ", ".join(f"{name} {hf_shapes[name]}" for name in entry.hf_names[:_DESCRIBED])
+    described += f" and {len(entry.hf_names) - _DESCRIBED} more" if len(entry.hf_names) > _DESCRIBED else ""
     try:
         meta = {name: torch.empty(hf_shapes[name], device="meta") for name in entry.hf_names}
         full = entry.to_megatron(meta)

@@ -57,7 +57,10 @@ def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
         expected = Shard(None)
         if cut:
             expected = Shard(
-                marks["partition_dim"], marks.get("partition_stride", 1), marks.get("partition_sections", ())
+                marks["partition_dim"],
+                marks.get("partition_stride", 1),
+                marks.get("partition_sections", ()),
+                marks.get("of_experts", False),
             )
         if table.entries[name].shard != expected:
             wrong.append(f"{name}: the table says {table.entries[name].shard}, the model {expected}")

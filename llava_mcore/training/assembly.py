@@ -226,6 +226,8 @@ def _join_world(run: RunConfig) -> Groups:
         backend=run.parallel.backend,
         tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
+        expert_model_parallel_size=run.parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
         timeout_seconds=run.faults.timeout,
     )
     seed_everything(run.training.seed)

@@ -262,4 +262,6 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     tower = models[0].vision_model.config.fp8 if models[0].pre_process else None
     fp8 = ", FP8" + (", also of the tower" if tower else "") if config.fp8 else ""
     logger.info("layers: %s%s", config.transformer_impl, fp8)
-    logger.info("layout: tp %d x pp %d x dp %d on %s", groups.tp_size, groups.pp_size, groups.dp_size, groups.device)
+    experts = f", experts: ep {groups.ep_size} x etp {groups.etp_size}" if config.num_moe_experts else ""
+    sizes = f"tp {groups.tp_size} x pp {groups.pp_size} x dp {groups.dp_size}{experts}"
+    logger.info("layout: %s on %s", sizes, groups.device)

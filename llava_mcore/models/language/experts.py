@@ -119,6 +119,7 @@ class ExpertMatrices(MegatronModule):
         # Expert gradients are added up over other ranks than those of the rest of the model.
         apart = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
         vars(self.weight)["allreduce"] = not apart
+        vars(self.weight)["of_experts"] = True  # what conversions compare with the mapping table
         if config.perform_initialization:
             with tensor_parallel.get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 for matrix in self.weight.data:

@@ -1,0 +1,94 @@
+"""What the ranks of a world do with a model that has mixtures of experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.fetch import SkipBudget, fetch_step
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import TrainingProgress, resume
+from llava_mcore.training.step import forward_backward
+from tests.helpers.batches import PackedLoader
+from tests.parallel.checks import join, load_model, logits
+from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
+from tests.parallel.training_checks import GLOBAL_BATCH, curve, make_trainer, run_config
+
+Layout = tuple[int, int, int, int]
+"""tp, pp, ep, etp."""
+TEXT_ONLY = frozenset({1, 3})
+"""Samples without pictures, as `open_fake_loader` has them."""
+
+
+def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
+    """Return a run of this world's layout, whose experts have an optimizer of their own if others divide them."""
+    layout = {
+        "parallel.expert_model_parallel_size": groups.ep_size,
+        "parallel.expert_tensor_parallel_size": groups.etp_size,
+        "parallel.sequence_parallel": groups.tp_size > 1,
+        "parallel.use_distributed_optimizer": True,
+        "training.micro_batch_size": 2,
+        "training.train_iters": 6,
+        "checkpoint.save": True,
+        "checkpoint.save_optim": True,
+        "optimizer.projection_lr": 2e-3,
+    }
+    return run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **(layout | flags))
+
+
+def gradient_error(groups: Groups, checkpoint: str, gradients: str, save_dir: str) -> float:
+    """Return the largest difference to Hugging Face's gradients, relative to the largest value of each parameter.
+
+    `gradients`: a checkpoint that has them in place of weights.
+    """
+    run = configure(groups, checkpoint, save_dir, **{"parallel.use_distributed_optimizer": False})
+    trainer = make_trainer(groups, run)
+    loader = open_fake_loader(groups, trainer, run, 0)
+    number = GLOBAL_BATCH // (run.training.micro_batch_size * groups.dp_size)
+    batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    forward_backward(trainer.chunks, batches)
+    expected = load_model(groups, latest_checkpoint(Path(gradients))[0], sequence_parallel=groups.tp_size > 1)
+    errors = []
+    for p, q in zip(trainer.models[0].parameters(), expected.parameters(), strict=True):
+        errors.append(float((vars(p)["main_grad"] - q).abs().max() / q.abs().max().clamp(min=1e-6)))
+    return max(errors)
+
+
+def one_layout(
+    layout: Layout, checkpoint: str, gradients: str, inputs: dict[str, torch.Tensor], save_dir: str, source: str | None
+) -> dict[str, Any]:
+    """Compute everything that is compared of one layout. `source`: a run of another layout, to resume."""
+    groups = join(*layout)
+    model = load_model(groups, latest_checkpoint(Path(checkpoint))[0])
+    found: dict[str, Any] = {"logits": logits(groups, model, inputs)}
+    found["gradients"] = gradient_error(groups, checkpoint, gradients, save_dir)
+    again = configure(groups, checkpoint, save_dir, **{"model.recompute": "selective"})
+    found["packed"] = curve(groups, again, TEXT_ONLY, PackedLoader, most_steps=2)
+    # Saved after some steps; what follows is the same when it is resumed.
+    run = configure(groups, checkpoint, save_dir, name="-".join(map(str, layout)))
+    trainer = make_trainer(groups, run)
+    loader = open_fake_loader(groups, trainer, run, 0)
+    begun = train_steps(groups, trainer, run, loader)
+    state = None if loader is None else loader.state()
+    save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), Path(checkpoint).parent / "hf", state)
+    found["losses"] = begun + train_steps(groups, trainer, run, loader)
+    found["resumed"] = resumed(groups, checkpoint, save_dir, run.name)
+    if source is not None:
+        found["resumed elsewhere"] = resumed(groups, checkpoint, save_dir, source)
+    return found
+
+
+def resumed(groups: Groups, checkpoint: str, save_dir: str, name: str) -> list[float]:
+    """Return the losses of a resumed run."""
+    run = configure(groups, checkpoint, save_dir, name=name, **{"checkpoint.load_optim": True})
+    trainer = make_trainer(groups, run)
+    progress, _ = resume(trainer)
+    assert progress.iteration == STEPS
+    return train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, STEPS))

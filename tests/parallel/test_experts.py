@@ -1,0 +1,100 @@
+"""Mixtures of experts: the same numbers as Hugging Face's at every layout, also of a run that another layout saved."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.media.batch_fields import PIXEL_VALUES
+from tests.helpers.batches import micro_batch
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+from tests.parallel import expert_checks
+from tests.parallel.expert_checks import TEXT_ONLY, Layout
+from tests.parallel.training_checks import GLOBAL_BATCH
+
+LAYOUTS: dict[Layout, int] = {
+    (1, 1, 1, 1): 1,
+    (1, 1, 2, 1): 2,
+    (2, 1, 1, 2): 2,
+    (2, 1, 2, 1): 2,
+    (1, 2, 2, 1): 4,
+    (2, 2, 2, 1): 4,
+}
+"""tp, pp, ep, etp, and the number of processes. Each resumes what the one before it has saved."""
+ONE: Layout = (1, 1, 1, 1)
+Found = dict[Layout, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def expected_logits() -> dict[str, torch.Tensor]:
+    """Filled by `results`: Hugging Face's logits."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, expected_logits: dict[str, torch.Tensor]) -> Found:
+    """What every rank has found at every layout."""
+    root = tmp_path_factory.mktemp("experts")
+    model = make_hf_llava(root / "hf", text="qwen3_moe")
+    import_hf(root / "hf", root / "megatron")
+    batch = micro_batch(model.config, list(range(GLOBAL_BATCH)), set(TEXT_ONLY))
+    logits = model.train()(input_ids=batch.input_ids, pixel_values=batch.media[PIXEL_VALUES]).logits
+    expected_logits["all"] = logits.detach().clone()
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    ((losses * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()).backward()
+    save_gradients(model, root / "hf", root / "hf-gradients")
+    import_hf(root / "hf-gradients", root / "gradients")
+    given: dict[str, Any] = {"checkpoint": str(root / "megatron"), "gradients": str(root / "gradients")}
+    given |= {"inputs": {"input_ids": batch.input_ids, **batch.media}, "save_dir": str(root / "save")}
+    found: Found = {}
+    source = None
+    for layout, size in LAYOUTS.items():
+        found[layout] = run_world(size, expert_checks.one_layout, layout=layout, source=source, **given)
+        source = "-".join(map(str, layout))
+    return found
+
+
+def save_gradients(model: torch.nn.Module, hf: Path, target: Path) -> None:
+    """Write a copy of a folder that has gradients in place of weights: an import divides them as it divides weights."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+    shutil.copytree(hf, target)
+    cast(Any, model).save_pretrained(target)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_logits_and_gradients_are_those_of_hugging_face(
+    results: Found, expected_logits: dict[str, torch.Tensor], layout: Layout
+) -> None:
+    computed = [rank["logits"] for rank in results[layout] if rank["logits"] is not None]
+    assert computed
+    for logits in computed:
+        assert (logits - expected_logits["all"]).abs().max() <= 1e-5
+    assert max(rank["gradients"] for rank in results[layout]) <= 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_training_gives_the_same_numbers(results: Found, layout: Layout) -> None:
+    """Also with packed samples, and if the products of experts are computed again in the backward pass."""
+    reference, here = results[ONE][0], results[layout][0]
+    assert here["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert here["packed"]["loss"] == pytest.approx(reference["losses"][:2], rel=1e-5)
+    assert here["packed"]["grad_norm"] == pytest.approx(reference["packed"]["grad_norm"], rel=1e-5)
+    assert reference["losses"][2] < reference["losses"][0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_resumed(results: Found, layout: Layout) -> None:
+    """At the same layout bit for bit, at another one with other sums."""
+    here = results[layout][0]
+    assert here["resumed"] == here["losses"][2:]
+    if layout != ONE:
+        assert here["resumed elsewhere"] == pytest.approx(results[ONE][0]["losses"][2:], rel=1e-5)

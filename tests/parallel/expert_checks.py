@@ -9,7 +9,8 @@ import torch
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.models.trainable import count_parameters
+from llava_mcore.parallel.groups import Groups, sum_over_ranks
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
@@ -87,6 +88,8 @@ def one_layout(
     # Saved after some steps; what follows is the same when it is resumed.
     run = configure(groups, checkpoint, save_dir, name="-".join(map(str, layout)))
     trainer = make_trainer(groups, run)
+    own = count_parameters(trainer.models, first_tp_rank=groups.tp_rank == 0)
+    found["parameters"] = sum_over_ranks(groups, own if groups.dp_rank == 0 else [0] * len(own))
     loader = open_fake_loader(groups, trainer, run, 0)
     begun = train_steps(groups, trainer, run, loader)
     state = None if loader is None else loader.state()

@@ -101,6 +101,7 @@ def test_training_gives_the_same_numbers(results: Found, layout: Layout) -> None
     assert here["packed"]["loss"] == pytest.approx(reference["losses"][:2], rel=1e-5)
     assert here["packed"]["grad_norm"] == pytest.approx(reference["packed"]["grad_norm"], rel=1e-5)
     assert reference["losses"][2] < reference["losses"][0]
+    assert here["parameters"] == reference["parameters"], "each expert is counted once"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -81,7 +81,9 @@ def import_hf(
         model, table = model_and_table(hf, folder, tp=tp)
         # 3. The plan: pieces of every parameter, and where the values of each are.
         sources = {name: folder.where(name) for name in folder.tensors}
-        state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, ep_size=expert_parallel, dtype=dtype)
+        state, entries = planned_weights(
+            table, model.sharded_state_dict(), sources, tp_size=tp, ep_size=expert_parallel, dtype=dtype
+        )
         room = _room_beside(hf_dir) + sum(x.num_bytes for x in entries)
         room += sum(sources[name].num_bytes for name in table.unused)
         # 4. A locked, empty folder beside the target, which gets the target's name at the end.

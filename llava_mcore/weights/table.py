@@ -17,7 +17,6 @@ from llava_mcore.errors import ConversionError, problems
 from llava_mcore.weights.layouts import Copy, TensorTransform
 from llava_mcore.weights.slices import Shape, TensorSlice
 
-
 _DESCRIBED = 4  # tensors of an entry that a message names
 
 

@@ -61,6 +61,12 @@ class Groups:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def replicas_share_experts(self) -> bool:
+        """Whether experts of a layer are on ranks of several model replicas. These then run the same number of forward
+        passes: a replica that runs one more would wait for the others."""
+        return self.tp_size % (self.ep_size * self.etp_size) != 0
+
+    @property
     def control_replica(self) -> ControlGroup:
         """The control group of this rank's model replica, which has several ranks."""
         assert self.control_of_replica is not None, "a replica of one rank has nobody to talk to"

@@ -18,6 +18,7 @@ from tests.helpers.batches import PackedLoader
 from tests.parallel.checks import join, load_model, logits
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, curve, make_trainer, run_config
+from tests.parallel.validation_checks import train_and_validate
 
 Layout = tuple[int, int, int, int]
 """tp, pp, ep, etp."""
@@ -62,15 +63,27 @@ def gradient_error(groups: Groups, checkpoint: str, gradients: str, save_dir: st
 
 
 def one_layout(
-    layout: Layout, checkpoint: str, gradients: str, inputs: dict[str, torch.Tensor], save_dir: str, source: str | None
+    layout: Layout,
+    checkpoint: str,
+    gradients: str,
+    inputs: dict[str, torch.Tensor],
+    data: list[str],
+    save_dir: str,
+    source: str | None,
 ) -> dict[str, Any]:
-    """Compute everything that is compared of one layout. `source`: a run of another layout, to resume."""
+    """Compute everything that is compared of one layout.
+
+    Args:
+        data: datasets with few validation samples.
+        source: a run of another layout, to resume.
+    """
     groups = join(*layout)
     model = load_model(groups, latest_checkpoint(Path(checkpoint))[0])
     found: dict[str, Any] = {"logits": logits(groups, model, inputs)}
     found["gradients"] = gradient_error(groups, checkpoint, gradients, save_dir)
     again = configure(groups, checkpoint, save_dir, **{"model.recompute": "selective"})
     found["packed"] = curve(groups, again, TEXT_ONLY, PackedLoader, most_steps=2)
+    found["validations"] = [validated(groups, checkpoint, folder, save_dir) for folder in data]
     # Saved after some steps; what follows is the same when it is resumed.
     run = configure(groups, checkpoint, save_dir, name="-".join(map(str, layout)))
     trainer = make_trainer(groups, run)
@@ -83,6 +96,14 @@ def one_layout(
     if source is not None:
         found["resumed elsewhere"] = resumed(groups, checkpoint, save_dir, source)
     return found
+
+
+def validated(groups: Groups, checkpoint: str, data: str, save_dir: str) -> list[Any]:
+    """Return loss and counts of a validation, of which some replicas have fewer micro-batches than others, or none."""
+    flags: dict[str, Any] = {"data.path": data, "data.num_workers": 0, "data.seq_length": 128}
+    flags |= {"validation.eval_interval": 1, "parallel.sequence_parallel": groups.tp_size > 1}
+    flags["training.micro_batch_size"] = 1
+    return train_and_validate(groups, checkpoint, save_dir, flags, 0)["validations"]
 
 
 def resumed(groups: Groups, checkpoint: str, save_dir: str, name: str) -> list[float]:

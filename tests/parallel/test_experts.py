@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 from tests.helpers.batches import micro_batch
+from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel import expert_checks
@@ -29,6 +30,8 @@ LAYOUTS: dict[Layout, int] = {
 }
 """tp, pp, ep, etp, and the number of processes. Each resumes what the one before it has saved."""
 ONE: Layout = (1, 1, 1, 1)
+NUM_VALIDATION = (1, 11)
+"""Numbers of validation samples: two replicas have different numbers of micro-batches, or one has none."""
 Found = dict[Layout, list[dict[str, Any]]]
 
 
@@ -53,12 +56,21 @@ def results(tmp_path_factory: pytest.TempPathFactory, expected_logits: dict[str,
     import_hf(root / "hf-gradients", root / "gradients")
     given: dict[str, Any] = {"checkpoint": str(root / "megatron"), "gradients": str(root / "gradients")}
     given |= {"inputs": {"input_ids": batch.input_ids, **batch.media}, "save_dir": str(root / "save")}
+    given["data"] = [str(few_samples(root / f"data-{count}", count)) for count in NUM_VALIDATION]
     found: Found = {}
     source = None
     for layout, size in LAYOUTS.items():
         found[layout] = run_world(size, expert_checks.one_layout, layout=layout, source=source, **given)
         source = "-".join(map(str, layout))
     return found
+
+
+def few_samples(folder: Path, count: int) -> Path:
+    """Write a dataset with as many validation samples as samples for training."""
+    make_dataset(folder, num_samples=2 * count)
+    split = "split_parts: {train: [000001.tar], val: [000000.tar], test: []}\nexclude: []\n"
+    (folder / ".nv-meta" / "split.yaml").write_text(split)
+    return folder
 
 
 def save_gradients(model: torch.nn.Module, hf: Path, target: Path) -> None:
@@ -89,6 +101,16 @@ def test_training_gives_the_same_numbers(results: Found, layout: Layout) -> None
     assert here["packed"]["loss"] == pytest.approx(reference["losses"][:2], rel=1e-5)
     assert here["packed"]["grad_norm"] == pytest.approx(reference["packed"]["grad_norm"], rel=1e-5)
     assert reference["losses"][2] < reference["losses"][0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_validation_of_fewer_samples_than_fit(results: Found, layout: Layout) -> None:
+    """Replicas that share experts run the same number of micro-batches, and find the same as one process."""
+    for here, reference in zip(results[layout][0]["validations"], results[ONE][0]["validations"], strict=True):
+        ((loss, *counts),) = here
+        ((expected, *expected_counts),) = reference
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert counts == expected_counts
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -35,6 +35,8 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are added up over other processes than those "
             "of the rest, which needs the distributed optimizer: add --dist-optim"
         )
+    if tp % etp:
+        yield f"--etp {etp} does not divide --tp {tp}: experts are divided by tensor-parallel processes; lower it"
     yield from _check_combinations(run, source)
 
 
@@ -63,8 +65,11 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
         yield f"--cuda-graphs cannot capture layers that send tokens to experts, and {has}: omit it"
     if run.adapter.is_on:
         yield f"adapters do not work with experts yet, and {has}: omit the --lora flags"
-    if run.validation.eval_generate is not None and run.parallel.expert_model_parallel_size > 1:
+    parallel = run.parallel
+    ep = parallel.expert_model_parallel_size
+    of_replica = parallel.tensor_model_parallel_size // parallel.expert_tensor_parallel_size
+    if run.validation.eval_generate is not None and of_replica % ep:
         yield (
-            "--eval-generate writes answers of different lengths on each replica, which processes that share experts "
-            "(--ep) cannot do: omit it, or use --ep 1"
+            f"--eval-generate writes answers of different lengths on each model replica, which replicas that share "
+            f"experts cannot do: omit it, or lower --ep {ep} to {max(1, of_replica)}"
         )

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from llava_mcore.models.audio.encoder import AudioTransformer
 from llava_mcore.models.language.delta_net import PROJECTIONS, DeltaNet
+from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.normed_heads import NormedHeadsAttention
@@ -183,9 +185,22 @@ def _watch_layer(
     else:
         _watch_attention(recorder, layer.self_attention, inside, hf, gather)
     recorder.watch(layer.pre_mlp_layernorm, lambda out: {inside + hf.norm_between: _batch_first(out)})
-    recorder.watch(mlp.linear_fc1, into_mlp)
-    _watch_output(recorder, mlp.linear_fc2, inside, hf.out_of, hf.norm_after_mlp)
+    if isinstance(mlp, ExpertLayer):
+        _watch_experts(recorder, mlp, inside + "mlp")
+    else:
+        recorder.watch(mlp.linear_fc1, into_mlp)
+        _watch_output(recorder, mlp.linear_fc2, inside, hf.out_of, hf.norm_after_mlp)
     recorder.watch(layer, lambda out: {prefix: _batch_first(_layer_output(layer, out))})
+
+
+def _watch_experts(recorder: Recorder, mixture: ExpertLayer, name: str) -> None:
+    """Record what a router computes, before it chooses, and the sum of the experts' outputs."""
+
+    def router_logits(hidden: Tensor) -> Tensor:
+        return F.linear(_batch_first(hidden).flatten(0, 1), mixture.router.weight)[None]  # Hugging Face's is [b * s, e]
+
+    recorder.watch_input(mixture.router, f"{name}.gate", router_logits)
+    recorder.watch(mixture, lambda out: {name: _batch_first(_with_bias(out))})
 
 
 def _watch_attention(

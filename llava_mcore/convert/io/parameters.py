@@ -92,8 +92,8 @@ def planned_weights(
     ep_size: int = 1,
     dtype: torch.dtype | None = None,
 ) -> tuple[SharedState, list[EntryWrite]]:
-    """Return the sharded state of a Hugging Face folder, split for `tp_size` ranks, and experts for `ep_size`, and the content of each of its
-    pieces.
+    """Return the sharded state of a Hugging Face folder, split for `tp_size` ranks and its experts for `ep_size`, and
+    the content of each of its pieces.
 
     Args:
         model_state: `sharded_state_dict()` of a model on the meta device at tp 1, pp 1.

@@ -1,7 +1,7 @@
 """The router of a mixture of experts, with the terms that its run adds to the loss.
 
-megatron-core's own terms are not used: they multiply by the number of a micro-batch's tokens, while gradients are divided
-by the number of trained ones, so that the coefficient would grow with the share of tokens that are not trained.
+megatron-core's own terms are not used: they multiply by the number of a micro-batch's tokens, while gradients are
+divided by the number of trained ones, so that the coefficient would grow with the share of tokens that are not trained.
 
 t: tokens of this rank, e: experts, k: experts of a token.
 """

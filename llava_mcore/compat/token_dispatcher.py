@@ -73,20 +73,20 @@ def pad_for_gloo() -> None:
     ) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(x, group, output_split_sizes, *args, **kwargs)
-        most = max(output_split_sizes)
-        everyone = gather(_padded(x, most), group, None, *args, **kwargs)
-        parts = zip(everyone.split(most), output_split_sizes, strict=True) if most else []
-        return torch.cat([part[:rows] for part, rows in parts]) if most else x
+        most_rows = max(output_split_sizes)
+        everyone = gather(_padded(x, most_rows), group, None, *args, **kwargs)
+        parts = zip(everyone.split(most_rows), output_split_sizes, strict=True) if most_rows else []
+        return torch.cat([part[:rows] for part, rows in parts]) if most_rows else x
 
     def scatter_rows(
         x: Tensor, group: dist.ProcessGroup, input_split_sizes: Sequence[int] | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         if input_split_sizes is None or group.size() == 1:
             return scatter(x, group, input_split_sizes, *args, **kwargs)
-        most = max(input_split_sizes)
-        if not most:
+        most_rows = max(input_split_sizes)
+        if not most_rows:
             return x
-        padded = torch.cat([_padded(part, most) for part in x.split(list(input_split_sizes))])
+        padded = torch.cat([_padded(part, most_rows) for part in x.split(list(input_split_sizes))])
         return scatter(padded, group, None, *args, **kwargs)[: input_split_sizes[group.rank()]]
 
     replace_name(mappings, "_gather_along_first_dim", gather_rows)

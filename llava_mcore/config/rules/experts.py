@@ -52,10 +52,10 @@ def check_expert_layout(dims: ModelDims, ep: int, etp: int, source: str) -> list
         "--etp": (etp, "width of an expert", dims.expert_ffn_hidden_size),
     }
     return [
-        f"{flag} {size} does not divide the {quantity}, which is {whole} in {source}: this model can use {fitting}"
-        for flag, (size, quantity, whole) in sizes.items()
-        if whole % size
-        for fitting in [", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)]
+        f"{flag} {size} does not divide the {quantity}, which is {full_size} in {source}: this model can use {fitting}"
+        for flag, (size, quantity, full_size) in sizes.items()
+        if full_size % size
+        for fitting in [", ".join(str(n) for n in range(1, full_size + 1) if full_size % n == 0)]
     ]
 
 

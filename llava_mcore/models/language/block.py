@@ -97,8 +97,8 @@ def _layer(spec: ModuleSpec, norm: Any, *, has_delta_net: bool, has_experts: boo
     # An MLP's norm is saved as a part of its first matrix, as Transformer Engine has it. Experts have their own.
     layer = spec.submodules
     names = {name: saved for name, saved in layer.sharded_state_dict_keys_map.items() if name != _NORM_BEFORE_MLP}
-    own = replace(layer, mlp=EXPERTS, pre_mlp_layernorm=norm, sharded_state_dict_keys_map=names)
-    return replace(spec, submodules=own)
+    with_experts = replace(layer, mlp=EXPERTS, pre_mlp_layernorm=norm, sharded_state_dict_keys_map=names)
+    return replace(spec, submodules=with_experts)
 
 
 def with_plain_linears(spec: ModuleSpec) -> ModuleSpec:

@@ -161,10 +161,10 @@ class ExpertMatrices(MegatronModule):
         part, num_parts = groups.expt_tp.rank(), groups.expt_tp.size()
         if self.num_blocks == 1 or num_parts == 1:
             places = ((lead, ep_rank, ep_size), (lead + self.split_dim, part, num_parts))
-            whole = ShardedTensor.from_rank_offsets(
+            tensor = ShardedTensor.from_rank_offsets(
                 name, self.weight, *sharded_offsets, *places, replica_id=replica, prepend_axis_num=lead
             )
-            return {name: whole}
+            return {name: tensor}
         num_local, num_blocks = len(self.weight), self.num_blocks
 
         @torch.no_grad()

@@ -33,9 +33,9 @@ def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Return those that are distributed and train something on this rank: one, or another one for experts."""
-    found = [one for one in chained(optimizer) if isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer]
-    assert not found or len(chained(optimizer)) <= 2, "megatron-core chains more optimizers for Muon and the like"
-    return found
+    matches = [one for one in chained(optimizer) if isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer]
+    assert not matches or len(chained(optimizer)) <= 2, "megatron-core chains more optimizers for Muon and the like"
+    return matches
 
 
 def num_updates(optimizer: MegatronOptimizer, groups: Groups) -> int:
@@ -78,12 +78,12 @@ def load_common_state(optimizer: DistributedOptimizer, saved: dict[str, Any]) ->
     """
     keys = [key for key in param_group_identifier_keys if key != _OF_EXPERTS]
     groups = []
-    for own in optimizer.optimizer.param_groups:
-        alike = [x for x in saved["optimizer"]["param_groups"] if all(x.get(key) == own.get(key) for key in keys)]
+    for group in optimizer.optimizer.param_groups:
+        alike = [x for x in saved["optimizer"]["param_groups"] if all(x.get(key) == group.get(key) for key in keys)]
         if not alike:
             raise CheckpointError("the checkpoint has no optimizer state for some of the trained parameters")
-        same_kind = [x for x in alike if x[_OF_EXPERTS] == own[_OF_EXPERTS]]
-        groups.append((same_kind or alike)[0] | {_OF_EXPERTS: own[_OF_EXPERTS]})
+        same_kind = [x for x in alike if x[_OF_EXPERTS] == group[_OF_EXPERTS]]
+        groups.append((same_kind or alike)[0] | {_OF_EXPERTS: group[_OF_EXPERTS]})
     optimizer.load_state_dict(saved | {"optimizer": saved["optimizer"] | {"param_groups": groups}})
 
 

@@ -22,6 +22,7 @@ from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.config.sections.logs import LoggingConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig
+from llava_mcore.config.sections.router import RouterConfig
 from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.config.sections.validation import ValidationConfig
 
@@ -107,6 +108,7 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
+    router: RouterConfig = RouterConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     training: TrainingConfig

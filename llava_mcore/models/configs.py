@@ -109,7 +109,7 @@ class ModelOptions:
     `plain_linears`: the decoder's linear layers are megatron-core's own, even with Transformer Engine's other layers.
     `vision_data_parallel`: every tensor-parallel rank has the whole tower and runs it on a part of the pictures.
     `expert_model_parallel_size`: ranks that divide a layer's experts; `expert_tensor_parallel_size`: those that divide
-    each of them.
+    each of them. `force_balance`: routers choose by random numbers instead of their logits, to measure speed.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -130,6 +130,7 @@ class ModelOptions:
     vision_data_parallel: bool = False
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
+    force_balance: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
         language |= {
             "expert_model_parallel_size": options.expert_model_parallel_size,
             "expert_tensor_parallel_size": options.expert_tensor_parallel_size,
+            "moe_router_force_load_balancing": options.force_balance,
             "moe_permute_fusion": options.transformer_impl == "transformer_engine",
         }
     # Options of the run that change some parts only.

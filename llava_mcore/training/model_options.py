@@ -44,6 +44,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         recompute=recompute_options(model, model.recompute),
         recompute_vision=recompute_options(model, model.recompute_vision),
         vision_data_parallel=run.parallel.vision_data_parallel,
+        force_balance=run.router.force_balance,
     )
 
 

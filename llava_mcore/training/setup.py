@@ -26,6 +26,7 @@ from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.connectors.perceiver_resampler import PerceiverLayer
+from llava_mcore.models.language.router import Router, RouterLosses
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
@@ -232,6 +233,8 @@ def build_models(
         if model.post_process:  # with fp16 the gradient of the loss is its scale
             model.language_model.output_layer.adds_to_main_grad = options.params_dtype != torch.float16
             model.language_model.output_layer.terms = loss_terms(run)
+        for router in (x for x in model.modules() if isinstance(x, Router)):
+            router.losses = RouterLosses(run.router.aux_loss_coef, run.router.z_loss_coef)
         if not options.plain_linears:  # else it is quantized first
             model.to(groups.device)
         if initialize and model.pre_process and options.vision_data_parallel:

@@ -9,11 +9,12 @@ import torch
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.models.trainable import count_parameters
+from llava_mcore.parallel.groups import Groups, sum_over_ranks
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
-from llava_mcore.training.step import forward_backward
+from llava_mcore.training.step import forward_backward, train_step
 from tests.helpers.batches import PackedLoader
 from tests.parallel.checks import join, load_model, logits
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
@@ -26,6 +27,11 @@ TEXT_ONLY = frozenset({1, 3})
 """Samples without pictures, as `open_fake_loader` has them."""
 
 
+MICRO_BATCH = 2
+COEFFICIENTS = {"aux_loss_coef": 0.2, "z_loss_coef": 0.05}
+TERMS: dict[str, Any] = {f"router.{key}": value for key, value in COEFFICIENTS.items()}
+
+
 def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
     """Return a run of this world's layout, whose experts have an optimizer of their own if others divide them."""
     layout = {
@@ -33,7 +39,7 @@ def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> R
         "parallel.expert_tensor_parallel_size": groups.etp_size,
         "parallel.sequence_parallel": groups.tp_size > 1,
         "parallel.use_distributed_optimizer": True,
-        "training.micro_batch_size": 2,
+        "training.micro_batch_size": MICRO_BATCH,
         "training.train_iters": 6,
         "checkpoint.save": True,
         "checkpoint.save_optim": True,
@@ -47,7 +53,7 @@ def gradient_error(groups: Groups, checkpoint: str, gradients: str, save_dir: st
 
     `gradients`: a checkpoint that has them in place of weights.
     """
-    run = configure(groups, checkpoint, save_dir, **{"parallel.use_distributed_optimizer": False})
+    run = configure(groups, checkpoint, save_dir, **{"parallel.use_distributed_optimizer": False} | TERMS)
     trainer = make_trainer(groups, run)
     loader = open_fake_loader(groups, trainer, run, 0)
     number = GLOBAL_BATCH // (run.training.micro_batch_size * groups.dp_size)
@@ -84,9 +90,12 @@ def one_layout(
     again = configure(groups, checkpoint, save_dir, **{"model.recompute": "selective"})
     found["packed"] = curve(groups, again, TEXT_ONLY, PackedLoader, most_steps=2)
     found["validations"] = [validated(groups, checkpoint, folder, save_dir) for folder in data]
+    found["with terms"] = trained_with_terms(groups, checkpoint, save_dir)
     # Saved after some steps; what follows is the same when it is resumed.
     run = configure(groups, checkpoint, save_dir, name="-".join(map(str, layout)))
     trainer = make_trainer(groups, run)
+    own = count_parameters(trainer.models, first_tp_rank=groups.tp_rank == 0)
+    found["parameters"] = sum_over_ranks(groups, own if groups.dp_rank == 0 else [0] * len(own))
     loader = open_fake_loader(groups, trainer, run, 0)
     begun = train_steps(groups, trainer, run, loader)
     state = None if loader is None else loader.state()
@@ -95,6 +104,23 @@ def one_layout(
     found["resumed"] = resumed(groups, checkpoint, save_dir, run.name)
     if source is not None:
         found["resumed elsewhere"] = resumed(groups, checkpoint, save_dir, source)
+    return found
+
+
+def trained_with_terms(groups: Groups, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
+    """Return loss and what routers report in a few steps, with whole layers computed again."""
+    run = configure(groups, checkpoint, save_dir, **{"model.recompute": "full", "optimizer.lr": 1e-2} | TERMS)
+    trainer = make_trainer(groups, run)
+    loader = open_fake_loader(groups, trainer, run, 0)
+    found: dict[str, list[float]] = {}
+    for _ in range(3):
+        number = GLOBAL_BATCH // (MICRO_BATCH * groups.dp_size)
+        batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
+        chunks, optimizer = trainer.chunks, trainer.optimizer
+        result = train_step(groups, chunks, optimizer, trainer.scheduler, batches, GLOBAL_BATCH).result()
+        found.setdefault("loss", []).append(result.loss)
+        for name, (total, count) in result.sums.items():
+            found.setdefault(name, []).append(total / count)
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,12 +14,12 @@ import torch.nn.functional as F
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.media.batch_fields import PIXEL_VALUES
-from tests.helpers.batches import micro_batch
+from tests.helpers.batches import LENGTH, micro_batch
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel import expert_checks
-from tests.parallel.expert_checks import TEXT_ONLY, Layout
+from tests.parallel.expert_checks import COEFFICIENTS, MICRO_BATCH, TEXT_ONLY, Layout
 from tests.parallel.training_checks import GLOBAL_BATCH
 
 LAYOUTS: dict[Layout, int] = {
@@ -48,10 +50,15 @@ def results(tmp_path_factory: pytest.TempPathFactory, expected_logits: dict[str,
     model = make_hf_llava(root / "hf", text="qwen3_moe")
     import_hf(root / "hf", root / "megatron")
     batch = micro_batch(model.config, list(range(GLOBAL_BATCH)), set(TEXT_ONLY))
-    logits = model.train()(input_ids=batch.input_ids, pixel_values=batch.media[PIXEL_VALUES]).logits
+    with recorded_router_logits(model.train()) as of_layers:
+        logits = model(input_ids=batch.input_ids, pixel_values=batch.media[PIXEL_VALUES]).logits
     expected_logits["all"] = logits.detach().clone()
     losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-    ((losses * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()).backward()
+    total = (losses * batch.loss_mask.flatten()).sum()
+    for rows in torch.arange(GLOBAL_BATCH).split(MICRO_BATCH):
+        mask = batch.loss_mask[rows]
+        total = total + mask.sum() * sum(router_terms(x[rows], mask) for x in of_layers)
+    (total / batch.loss_mask.sum()).backward()
     save_gradients(model, root / "hf", root / "hf-gradients")
     import_hf(root / "hf-gradients", root / "gradients")
     given: dict[str, Any] = {"checkpoint": str(root / "megatron"), "gradients": str(root / "gradients")}
@@ -63,6 +70,33 @@ def results(tmp_path_factory: pytest.TempPathFactory, expected_logits: dict[str,
         found[layout] = run_world(size, expert_checks.one_layout, layout=layout, source=source, **given)
         source = "-".join(map(str, layout))
     return found
+
+
+@contextmanager
+def recorded_router_logits(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect the logits [b, s, experts] of all routers of a Hugging Face model in this block."""
+    found: list[torch.Tensor] = []
+
+    def record(gate: torch.nn.Module, args: Any) -> None:
+        hidden = args[0].reshape(GLOBAL_BATCH, LENGTH, -1)
+        found.append(F.linear(hidden, gate.get_parameter("weight")))
+
+    gates = [x for name, x in model.named_modules() if name.endswith(".mlp.gate")]
+    hooks = [gate.register_forward_pre_hook(record) for gate in gates]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def router_terms(logits: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Return the terms of one router in one micro-batch as papers have them; tokens after a row's last trained one are
+    padding."""
+    rows = [x[: int(mask.nonzero().max()) + 1] for x, mask in zip(logits, loss_mask, strict=True)]
+    real = torch.cat(rows)
+    probs, k = real.softmax(-1), 3
+    share = F.one_hot(probs.topk(k).indices, probs.shape[-1]).sum(1).float().mean(0)
+    balance = probs.shape[-1] / k * (share * probs.mean(0)).sum()
+    return COEFFICIENTS["aux_loss_coef"] * balance + COEFFICIENTS["z_loss_coef"] * real.logsumexp(-1).square().mean()
 
 
 def few_samples(folder: Path, count: int) -> Path:
@@ -95,12 +129,17 @@ def test_logits_and_gradients_are_those_of_hugging_face(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_gives_the_same_numbers(results: Found, layout: Layout) -> None:
-    """Also with packed samples, and if the products of experts are computed again in the backward pass."""
+    """Also with packed samples, with the routers' terms, and if experts are computed again in the backward pass."""
     reference, here = results[ONE][0], results[layout][0]
     assert here["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert here["packed"]["loss"] == pytest.approx(reference["losses"][:2], rel=1e-5)
     assert here["packed"]["grad_norm"] == pytest.approx(reference["packed"]["grad_norm"], rel=1e-5)
+    terms = here["with terms"]
+    assert terms["loss"] == pytest.approx(reference["with terms"]["loss"], rel=1e-5)
+    for name in ("load_balancing", "router_z", "max_expert_load"):
+        assert terms[name] == pytest.approx(reference["with terms"][name], rel=1e-5)
     assert reference["losses"][2] < reference["losses"][0]
+    assert here["parameters"] == reference["parameters"], "each expert is counted once"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

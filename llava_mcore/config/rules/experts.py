@@ -16,6 +16,9 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
     if not dims.num_experts:
         if flags:
             yield f"{flags}: {source} has no mixtures of experts to divide: omit {'them' if ' and ' in flags else 'it'}"
+        keys = ", ".join(f"router.{key}" for key in run.router.model_dump(exclude_defaults=True))
+        if keys:
+            yield f"{keys}: {source} has no mixtures of experts, so no router: omit that"
         return
     yield from check_expert_layout(dims, ep, etp, source)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

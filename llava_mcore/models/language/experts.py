@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from llava_mcore.compat.megatron_layers import change_class
 from llava_mcore.compat.token_dispatcher import TokenDispatcher, pad_for_gloo
+from llava_mcore.models.language.router import Router
 
 
 class ExpertLayer(MoELayer):
@@ -42,6 +43,19 @@ class ExpertLayer(MoELayer):
             pad_for_gloo()
         super().__init__(config, *args, **kwargs)
         change_class(self.token_dispatcher, TokenDispatcher)
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Return the layer's output [s, b, h] and no bias.
+
+        Args:
+            padding_mask: what megatron-core hands to every layer, also where it computes one again: here the weights of
+                tokens in the router's terms [b, s] (see `token_weights`).
+        """
+        self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
+        result: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors)
+        return result
 
 
 class Experts(MegatronModule):
@@ -214,5 +228,5 @@ class GroupedProduct(torch.autograd.Function):
         return of_x, of_weight, None, None
 
 
-EXPERTS = partial(ExpertLayer, submodules=MoESubmodules(experts=Experts))
+EXPERTS = partial(ExpertLayer, submodules=MoESubmodules(experts=Experts, router=Router))
 """What replaces the MLP in the spec of a layer."""

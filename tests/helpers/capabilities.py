@@ -9,13 +9,14 @@ from llava_mcore.models.architectures.base import Architecture, TileArchitecture
 from llava_mcore.models.architectures.registry import ARCHITECTURES
 from tests.helpers.cases import EACH_CLASS
 from tests.helpers.tiny_classes import MAKERS
+from tests.helpers.tiny_qwen import WITH_EXPERTS
 from tests.parallel import test_any_size, test_generate
 
 YES, UNTESTED, NO = "yes", "untested", "no"
 LLAVA = "llava"
 """What most tests of a feature run with."""
-PACKED = {LLAVA, *MAKERS, *(case.architecture for case in test_any_size.OF_ANY_SIZE)}
-"""tests/parallel: test_packing, test_classes, test_any_size."""
+PACKED = {LLAVA, *MAKERS, *(case.architecture for case in test_any_size.OF_ANY_SIZE), *WITH_EXPERTS}
+"""tests/parallel: test_packing, test_classes, test_any_size; with experts tests/unit/models/test_qwen.py."""
 ADAPTED = QUANTIZED = {case.architecture for case in EACH_CLASS}
 """tests/unit/adapters/test_adapter_classes.py."""
 ANSWERED = {case.architecture for case in test_generate.CASES}

@@ -28,7 +28,7 @@ from llava_mcore.data.encode.encode import tokenize
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.samples import Batch, Conversation, EncodedSample
 from llava_mcore.media.batch_fields import MediaWork
-from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.model_table import detect_names, mapping_table
@@ -138,7 +138,7 @@ def _assert_same_gradients(ours: VisionLanguageModel, model: PreTrainedModel, wi
     noise = max(((x - precise[name]).abs().max() / _largest(gradients, name)).item() for name, x in gradients.items())
     names = detect_names(ours.hf, model.state_dict(), source="the model")
     rows = ours.language_model.embedding.word_embeddings.weight.shape[0]
-    table = mapping_table(ours.hf, names, hf_tensors={}, padded_vocab_size=rows)
+    table = mapping_table(ours.hf, names, hf_tensors=model.state_dict(), padded_vocab_size=rows)
     compared = 0
     for key, p in ours.named_parameters():
         assert p.grad is not None, key
@@ -175,7 +175,9 @@ def assert_torch_counts_the_same(
     """
     n = inputs["input_ids"].shape[1]
     work = Workload(num_tokens=n, num_pairs=n * n, media=media)
-    model = hf_model(folder, attn_implementation="eager")
+    # torch does not count grouped products, so transformers loops over experts.
+    loops = {"experts_implementation": "eager"} if model_dims(load_hf_config(folder)).num_experts else {}
+    model = hf_model(folder, attn_implementation="eager", **loops)
     with _delta_rule_without_products(), FlopCounterMode(display=False) as counter:
         model(**inputs, use_cache=False).logits.sum().backward()
     by_module = {key: sum(flops.values()) for key, flops in counter.get_flop_counts().items()}

@@ -35,6 +35,7 @@ CASES = [
     Case("qwen2_vl", "qwen2", {"tie": True}, None, "qwen2_vl"),
     Case("qwen2_5_vl", "qwen2", {}, None, "qwen2_5_vl"),
     Case("qwen3_vl", "qwen3", {}, None, "qwen3_vl"),
+    Case("qwen3_vl_moe", "qwen3_vl_moe", {}, None, "qwen3_vl_moe"),
     Case("qwen3_5", "qwen3_5", {}, None, "qwen3_5"),
     SHORT_SOUNDS,
 ]

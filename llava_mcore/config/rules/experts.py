@@ -66,8 +66,8 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
         yield f"--fp8 does not work with experts yet, and {has}: omit it"
     if run.model.cuda_graphs:
         yield f"--cuda-graphs cannot capture layers that send tokens to experts, and {has}: omit it"
-    if run.adapter.is_on:
-        yield f"adapters do not work with experts yet, and {has}: omit the --lora flags"
+    if run.adapter.is_on and run.parallel.expert_model_parallel_size > 1:
+        yield f"adapters do not work yet where processes divide experts, and {has}: omit --ep, or the --lora flags"
     parallel = run.parallel
     ep = parallel.expert_model_parallel_size
     of_replica = parallel.tensor_model_parallel_size // parallel.expert_tensor_parallel_size

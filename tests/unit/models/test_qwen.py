@@ -202,6 +202,7 @@ def test_check_compares_the_output_of_every_module(
         "qwen2_vl": 3 + 3 + 4 * 7 + 4 * 10,
         "qwen2_5_vl": 3 + 3 + 4 * 8 + 4 * 10,
         "qwen3_vl": 9 + 3 + 4 * 7 + 4 * 12,
+        "qwen3_vl_moe": 9 + 3 + 4 * 7 + 12 + 3 * 11,  # router and mixture in place of three matrices
         "qwen3_5": 3 + 3 + 4 * 7 + 12 + 3 * 12,
     }
     assert f"outputs of {modules[name]} modules compared" in capsys.readouterr().out

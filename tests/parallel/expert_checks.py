@@ -107,6 +107,19 @@ def one_layout(
     return found
 
 
+def losses_in_bf16(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
+    """Return the losses of a few steps in fp32, and in bf16 with either implementation of layers."""
+    groups = join(*layout)
+    flags: dict[str, dict[str, Any]] = {"fp32": {}}
+    flags |= {
+        impl: {"training.precision": "bf16", "model.transformer_impl": impl} for impl in ("local", "transformer_engine")
+    }
+    return {
+        name: curve(groups, configure(groups, checkpoint, save_dir, **more), TEXT_ONLY, most_steps=4)["loss"]
+        for name, more in flags.items()
+    }
+
+
 def trained_with_terms(groups: Groups, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
     """Return loss and what routers report in a few steps, with whole layers computed again."""
     run = configure(groups, checkpoint, save_dir, **{"model.recompute": "full", "optimizer.lr": 1e-2} | TERMS)

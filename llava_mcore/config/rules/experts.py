@@ -68,6 +68,8 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
         yield f"--cuda-graphs cannot capture layers that send tokens to experts, and {has}: omit it"
     if run.adapter.is_on and run.parallel.expert_model_parallel_size > 1:
         yield f"adapters do not work yet where processes divide experts, and {has}: omit --ep, or the --lora flags"
+    if run.adapter.quantize != "none":
+        yield f"--lora-quantize does not quantize experts, and {has}: omit it"
     parallel = run.parallel
     ep = parallel.expert_model_parallel_size
     of_replica = parallel.tensor_model_parallel_size // parallel.expert_tensor_parallel_size

@@ -56,6 +56,8 @@ def test_layouts_that_fit(good: list[str], changes: list[str]) -> None:
         (["parallel.sequence_parallel=false"], "train at --tp 2 or more with --sequence-parallel only"),
         (["parallel.use_distributed_optimizer=false"], "needs the distributed optimizer: add --dist-optim"),
         (["validation.eval_generate=5"], "lower --ep 4 to 2"),
+        (["adapter.r=8", "adapter.quantize=nf4"], "--lora-quantize does not quantize experts"),
+        ([f"{ETP}=5"], "--etp 5 does not divide the width of an expert, which is 48"),
         (["adapter.r=8"], "adapters do not work yet where processes divide experts"),
     ],
     ids=str,
@@ -75,7 +77,8 @@ def test_options_of_gpus_that_experts_do_not_have(good: list[str]) -> None:
 
 
 def test_flags_for_a_model_without_experts(good: list[str]) -> None:
-    run = load_run_config(None, good)
+    run = load_run_config(None, [*good, "router.aux_loss_coef=0.1"])
     assert check_run(run, DIMS, world_size=8, device_available=False) == [
-        "--ep 4: the model has no mixtures of experts to divide: omit it"
+        "--ep 4: the model has no mixtures of experts to divide: omit it",
+        "router.aux_loss_coef: the model has no mixtures of experts, so no router: omit that",
     ]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.loader.blend_shares import shares_of
 from llava_mcore.data.loader.datasets import Dataset
@@ -64,19 +65,23 @@ def open_streams(
     reader: SampleReader,
     *,
     batch_size: int,
-    batches_per_iteration: int,
+    global_batch_sizes: BatchSizes,
 ) -> dict[int, Stream]:
     """Return some of the streams of endless data, by their numbers.
 
     Args:
         batch_size: rows of a micro-batch.
-        batches_per_iteration: micro-batches of a global batch, for weights that change over iterations.
+        global_batch_sizes: over the run, for weights that change over iterations.
     """
     common: dict[str, Any] = {"batch_size": batch_size, "packing": packing_of(data)}
-    per_round = mixture.num_streams / batches_per_iteration
     streams = mixture.num_streams
+    rows = streams * batch_size  # of all streams' next batches
+
+    def iterations_after(num_batches: int) -> float:
+        return global_batch_sizes.iterations_between(num_batches * rows, (num_batches + 1) * rows)
+
     return {
-        n: Stream(StreamOrder(mixture, n), reader, iterations_per_batch=per_round, num_streams=streams, **common)
+        n: Stream(StreamOrder(mixture, n), reader, iterations_after=iterations_after, num_streams=streams, **common)
         for n in indices
     }
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
@@ -64,6 +65,7 @@ class TrainLoader:
         seed: int,
         pad_multiple: int = 8,
         num_micro_batches: int = 1,
+        batch_sizes: BatchSizes | None = None,
         saved: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         """Open the data, at the beginning or after a saved position; nothing is read before the first batch.
@@ -72,6 +74,7 @@ class TrainLoader:
             pad_multiple: the number of tokens of a micro-batch is padded to a multiple of this.
             num_micro_batches: of this rank per step. A step needs all of them before it starts, so loader processes
                 prepare as many during the previous step.
+            batch_sizes: global batch sizes over the run; None: always those micro-batches of every rank.
             saved: results of `state` on the ranks of the run that is resumed, whatever their number: at least of those
                 that served this rank's streams.
 
@@ -101,6 +104,7 @@ class TrainLoader:
             seed=seed,
             pad_multiple=pad_multiple,
             num_micro_batches=num_micro_batches,
+            batch_sizes=batch_sizes,
         )
 
         # Open the datasets, and this rank's streams of them at their positions.
@@ -123,7 +127,8 @@ class TrainLoader:
             )
             own_streams = streams_of_rank(self.num_streams, dp_rank, dp_size)
             reader = open_reader(data, datasets, encoder)
-            sizes = {"batch_size": micro_batch_size, "batches_per_iteration": num_micro_batches * dp_size}
+            global_sizes = batch_sizes or BatchSizes.of(micro_batch_size * num_micro_batches * dp_size, None)
+            sizes = {"batch_size": micro_batch_size, "global_batch_sizes": global_sizes}
             streams = open_streams(own_streams, mixture, data, reader, **sizes)
             self._restore(streams, saved_streams.positions)
         if dp_rank == 0:
@@ -165,7 +170,10 @@ class TrainLoader:
                 delivery = self._sources[stream].next()
         except StopIteration:
             self.close()
-            raise DataError(f"{self.path}: the data ended") from None
+            text = (
+                "every dataset has been read as often as its max_epochs lets it: raise that, or train for fewer samples"
+            )
+            raise DataError(f"{self.path}: the data ended, since {text}") from None
         except DataError:
             self.close()
             raise

@@ -92,7 +92,7 @@ class Stream:
     def position(self) -> dict[str, Any]:
         """Return the position after the last batch, as plain containers."""
         waiting = [[*entry.choice, entry.num_tokens, entry.num_patches] for entry in self._waiting]
-        counts = {"num_batches": self._num_batches, "num_tokens": self._num_tokens}
+        counts: dict[str, float] = {"num_batches": self._num_batches, "num_tokens": self._num_tokens}
         counts |= {"num_iterations": self._num_iterations}
         return {"order": self._order.position(), "waiting": waiting, **counts}
 

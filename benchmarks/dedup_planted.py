@@ -41,6 +41,9 @@ LARGEST = 640
 """Pixels of the longer side of the clip art; some has thousands."""
 MAX_BYTES, MAX_PIXELS = 300_000, 4_000_000
 """Files of the clip art that are larger are left out: they take most of the time."""
+LINES = "stars"
+"""A folder of the clip art that is left out: stars of hundreds of one-pixel lines, whose patterns resizing changes, and
+which differ from each other less than that."""
 FILTERS = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC, Image.Resampling.LANCZOS)
 QUESTION, ANSWER = "<image>\nWhat is in the picture?", "A drawing."
 OTHER_QUESTION, OTHER_ANSWER = "<image>\nWho may have drawn this, and when?", "That cannot be said from it alone."
@@ -64,7 +67,8 @@ class Planted:
 
 def clip_art(count: int, draw: random.Random) -> Iterator[tuple[str, Image.Image]]:
     """Yield name and drawing of some files."""
-    files = sorted(file for file in CLIP_ART.rglob("*.png") if file.stat().st_size < MAX_BYTES)
+    listed = (file for file in CLIP_ART.rglob("*.png") if LINES not in file.parts)
+    files = sorted(file for file in listed if file.stat().st_size < MAX_BYTES)
     for file in draw.sample(files, min(count, len(files))):
         with Image.open(file) as image:
             if image.width * image.height > MAX_PIXELS:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from llava_mcore.compat.delta_rule import torch_step
 from llava_mcore.convert.import_hf import import_hf
@@ -70,7 +71,10 @@ def packed_params(batch: Batch) -> PackedSeqParams | None:
 
 def hf_model(folder: Path, **options: Any) -> PreTrainedModel:
     """Return a folder's model in transformers."""
-    return architecture_of(load_hf_config(folder)).model_class.from_pretrained(folder, **options)
+    hf = load_hf_config(folder)
+    if model_dims(hf).num_experts:  # a loop over experts: torch has no grouped product in fp64, and does not count it
+        options |= {"experts_implementation": "eager"}
+    return architecture_of(hf).model_class.from_pretrained(folder, **options)
 
 
 def assert_logits_and_gradients(
@@ -175,9 +179,7 @@ def assert_torch_counts_the_same(
     """
     n = inputs["input_ids"].shape[1]
     work = Workload(num_tokens=n, num_pairs=n * n, media=media)
-    # torch does not count grouped products, so transformers loops over experts.
-    loops = {"experts_implementation": "eager"} if model_dims(load_hf_config(folder)).num_experts else {}
-    model = hf_model(folder, attn_implementation="eager", **loops)
+    model = hf_model(folder, attn_implementation="eager")
     with _delta_rule_without_products(), FlopCounterMode(display=False) as counter:
         model(**inputs, use_cache=False).logits.sum().backward()
     by_module = {key: sum(flops.values()) for key, flops in counter.get_flop_counts().items()}
@@ -197,7 +199,8 @@ def _delta_rule_without_products() -> Iterator[None]:
     names = {"torch_chunk_gated_delta_rule": torch_step(), "causal_conv1d_fn": convolve}
     with contextlib.ExitStack() as stack:
         for name, function in names.items():
-            stack.enter_context(mock.patch.object(modeling_qwen3_5, name, function))
+            for modeling in (modeling_qwen3_5, modeling_qwen3_5_moe):
+                stack.enter_context(mock.patch.object(modeling, name, function))
         yield
 
 

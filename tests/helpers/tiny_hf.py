@@ -187,7 +187,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     zero_centred = {
         id(p)
         for x in model.modules()
-        if type(x).__name__.startswith("Gemma") or type(x).__name__ == "Qwen3_5RMSNorm"
+        if type(x).__name__.startswith("Gemma") or type(x).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
         for p in x.parameters(recurse=False)
     }
     generator = torch.Generator().manual_seed(seed)

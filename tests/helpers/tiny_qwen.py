@@ -18,6 +18,8 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -149,7 +151,15 @@ KINDS: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """By model_type: config, model, processor, video processor, and what tower and language model have of their own."""
-WITH_EXPERTS = ("qwen3_vl_moe",)
+_OF_QWEN3_5 = KINDS["qwen3_5"]
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+KINDS["qwen3_5_moe"] = (
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    *_OF_QWEN3_5[2:5],
+    _OF_QWEN3_5[5] | _EXPERTS | {"shared_expert_intermediate_size": 64},
+)
+WITH_EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe")
 """Classes of which the tower and the processors are those of another class."""
 OWN_TOWERS = tuple(name for name in KINDS if name not in WITH_EXPERTS)
 
@@ -192,5 +202,5 @@ def make_hf_qwen(
 def make_each_kind(root: Path) -> dict[str, Path]:
     """Write a tiny model of each class, and return their folders."""
     for name in KINDS:
-        make_hf_qwen(root / name, name, seed=int(name == "qwen3_5"))  # of little noise, see CALM_EPS
+        make_hf_qwen(root / name, name, seed=int("qwen3_5" in name))  # of little noise, see CALM_EPS
     return {name: root / name for name in KINDS}

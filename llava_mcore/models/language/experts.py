@@ -14,6 +14,7 @@ e: experts of this rank, t: tokens that came to them, h: hidden size, f: an expe
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,16 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -228,5 +235,17 @@ class GroupedProduct(torch.autograd.Function):
         return of_x, of_weight, None, None
 
 
-EXPERTS = partial(ExpertLayer, submodules=MoESubmodules(experts=Experts, router=Router))
+class SharedExpert(SharedExpertMLP):
+    """The expert that computes every token beside the chosen ones; its ranks are those of an MLP."""
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        own = copy(config)
+        own.use_te_activation_func = False  # it would need a module of its own, which megatron-core does not give it
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(own, submodules=linears, **kwargs)
+        if self.gate_weight is not None and not config.use_cpu_initialization:  # megatron-core makes it on the host
+            self.gate_weight.data = self.gate_weight.data.to(torch.cuda.current_device())
+
+
+EXPERTS = partial(ExpertLayer, submodules=MoESubmodules(experts=Experts, router=Router, shared_experts=SharedExpert))
 """What replaces the MLP in the spec of a layer."""

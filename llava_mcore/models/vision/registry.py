@@ -15,6 +15,7 @@ from llava_mcore.models.vision.qwen import (
     Qwen3VlMoeTower,
     Qwen3VlTower,
     Qwen25VlTower,
+    Qwen35MoeTower,
     Qwen35Tower,
     QwenTower,
 )
@@ -23,7 +24,7 @@ from llava_mcore.models.vision.siglip import Siglip
 _FAMILIES: tuple[VisionFamily, ...] = (
     *(Clip(), Dinov2(), IdeficsSiglip(), InternVit(), Siglip()),
     *(Idefics2Siglip(), Qwen2VlTower(), Qwen25VlTower(), Qwen3VlTower(), Qwen3VlMoeTower(), Qwen35Tower()),
-    Qwen2AudioTower(),
+    *(Qwen35MoeTower(), Qwen2AudioTower()),
 )
 VISION_FAMILIES: dict[str, VisionFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3VLMoeForConditionalGeneration
+from transformers import Qwen3_5MoeForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.checkpoint.torch_dist_metadata import StoredTensors
@@ -124,6 +125,27 @@ def test_a_language_model_of_another_class(tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "experts: 8 of width 24 in 3 of 4 layers, 3 of them for each token" in said
     assert "layers.{0,2-3}.mlp.experts.{0-7}.down_proj.weight" in said
+
+
+def test_experts_beside_one_that_all_tokens_share(tmp_path: Path) -> None:
+    """Qwen3.5, fused as it is published, and one by one as transformers saves it; with layers that it does not know."""
+    make_hf_qwen(tmp_path / "hf", "qwen3_5_moe")
+    saved = load_file(tmp_path / "hf" / "model.safetensors") | {"mtp.fc.weight": torch.randn(4, 8)}
+    first = "model.language_model.layers.0.mlp.experts."
+    assert f"{first}0.gate_proj.weight" in saved
+    model = Qwen3_5MoeForConditionalGeneration.from_pretrained(tmp_path / "hf")
+    published = {name: x.clone() for name, x in model.state_dict().items()} | {"mtp.fc.weight": saved["mtp.fc.weight"]}
+    assert published[f"{first}gate_up_proj"].shape == (8, 96, 64)
+    digests = []
+    for number, weights in enumerate((saved, published)):
+        save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+        import_hf(tmp_path / "hf", tmp_path / f"m{number}", tensor_parallel=2, expert_parallel=4, verify=True)
+        export_hf(tmp_path / f"m{number}", tmp_path / f"out{number}", verify=True)
+        found = load_file(tmp_path / f"out{number}" / "model.safetensors")
+        assert found.keys() == weights.keys() and all(torch.equal(found[x], weights[x]) for x in weights)
+        stored = sorted((tmp_path / f"m{number}" / "iter_0000000").glob("*.distcp"))
+        digests.append([hashlib.sha256(x.read_bytes()).hexdigest() for x in stored])
+    assert digests[0] == digests[1], "the same checkpoint"
 
 
 def test_fused_experts_of_an_ambiguous_shape_are_refused(tmp_path: Path) -> None:

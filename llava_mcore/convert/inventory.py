@@ -250,16 +250,16 @@ def _row(pattern: str, members: list[_Tensor]) -> InventoryRow:
     first = members[0]
     name = first.name
     if len(members) > 1:
-        numbers = zip(*(_numbers(pattern, x.name) for x in members), strict=True)
-        found = [_ranges(set(column)) for column in numbers]
-        name = pattern.format(*(f"{{{x}}}" if not x.isdigit() else x for x in found))
+        columns = zip(*(_indices(pattern, x.name) for x in members), strict=True)
+        ranges = [_ranges(set(column)) for column in columns]
+        name = pattern.format(*(x if x.isdigit() else f"{{{x}}}" for x in ranges))
     dtype = str(first.dtype).removeprefix("torch.")
     return InventoryRow(
         name, first.part, first.shape, dtype, len(members), first.state, first.ignored, itemsize=first.dtype.itemsize
     )
 
 
-def _numbers(pattern: str, name: str) -> list[int]:
+def _indices(pattern: str, name: str) -> list[int]:
     """Return the numbers that a pattern has taken out of a name."""
     match = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d+)"), name)
     assert match is not None

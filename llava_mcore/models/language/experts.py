@@ -239,10 +239,10 @@ class SharedExpert(SharedExpertMLP):
     """The expert that computes every token beside the chosen ones; its ranks are those of an MLP."""
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
-        own = copy(config)
-        own.use_te_activation_func = False  # it would need a module of its own, which megatron-core does not give it
+        plain = copy(config)
+        plain.use_te_activation_func = False  # it would need a module of its own, which megatron-core does not give it
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        super().__init__(own, submodules=linears, **kwargs)
+        super().__init__(plain, submodules=linears, **kwargs)
         if self.gate_weight is not None and not config.use_cpu_initialization:  # megatron-core makes it on the host
             self.gate_weight.data = self.gate_weight.data.to(torch.cuda.current_device())
 

@@ -33,11 +33,16 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             f"--tp {tp}: {source} has mixtures of experts, which train at --tp 2 or more with --sequence-parallel "
             "only: add the flag, or use --tp 1"
         )
-    if (ep > 1 or etp != tp) and not parallel.use_distributed_optimizer:
-        yield (
+    # megatron-core then gives the experts an optimizer of their own.
+    if ep > 1 or etp != tp:
+        why = (
             f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are added up over other processes than those "
-            "of the rest, which needs the distributed optimizer: add --dist-optim"
+            "of the rest"
         )
+        if not parallel.use_distributed_optimizer:
+            yield f"{why}, which needs the distributed optimizer: add --dist-optim"
+        if run.training.precision == "fp16":  # each optimizer would find a loss scale of its own
+            yield f"{why}, which does not work with the loss scale of --precision fp16: use bf16"
     if tp % etp:
         yield f"--etp {etp} does not divide --tp {tp}: experts are divided by tensor-parallel processes; lower it"
     yield from _check_combinations(run, source)

@@ -258,6 +258,7 @@ def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: A
         seed=run.training.seed,
         pad_multiple=loader_multiple(run),
         num_micro_batches=run.training.global_batch_size // (run.training.micro_batch_size * groups.dp_size),
+        batch_sizes=run.training.batch_sizes,
         saved=saved,
     )
 
@@ -282,9 +283,8 @@ def _open_answers(run: RunConfig, assets: Assets | None) -> AnswerData | None:
     if assets is None or run.validation.eval_generate is None:
         return None
     assert run.data.path is not None
-    samples = run.validation.eval_generate_samples
-    questions = Questions(run.data.path, assets, split=VALIDATION, seed=run.training.seed, most_samples=samples)
-    return AnswerData(assets, questions)
+    seed, samples = run.training.seed, run.validation.eval_generate_samples
+    return AnswerData(assets, Questions(run.data.path, assets, split=VALIDATION, seed=seed, most_samples=samples))
 
 
 def _show_first_step(trainer: Trainer, loader: TrainLoader | None, assets: Assets | None) -> ShowFirst | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation
@@ -30,6 +31,8 @@ class RankReads:
     micro_batch_size: int
     num_micro_batches: int
     """Micro-batches of this rank per step."""
+    batch_sizes: BatchSizes
+    """Global batch sizes over the run."""
     seed: int
     pad_multiple: int
     """The number of tokens of a micro-batch is padded to a multiple of this."""
@@ -84,7 +87,7 @@ def open_training(
         data,
         open_reader(data, datasets, encoder),
         batch_size=rank.micro_batch_size,
-        batches_per_iteration=rank.num_micro_batches * rank.dp_size,
+        global_batch_sizes=rank.batch_sizes,
     )
     return OpenedData(short_names([x.path for x in datasets]) if of_blend else [], num_streams, streams)
 
@@ -137,19 +140,23 @@ def open_streams(
     reader: SampleReader,
     *,
     batch_size: int,
-    batches_per_iteration: int,
+    global_batch_sizes: BatchSizes,
 ) -> dict[int, Stream]:
     """Return some of the streams of endless data, by their numbers.
 
     Args:
         batch_size: rows of a micro-batch.
-        batches_per_iteration: micro-batches of a global batch, for weights that change over iterations.
+        global_batch_sizes: over the run, for weights that change over iterations.
     """
     common: dict[str, Any] = {"batch_size": batch_size, "packing": packing_of(data)}
-    per_round = mixture.num_streams / batches_per_iteration
     streams = mixture.num_streams
+    rows = streams * batch_size  # of all streams' next batches
+
+    def iterations_after(num_batches: int) -> float:
+        return global_batch_sizes.iterations_between(num_batches * rows, (num_batches + 1) * rows)
+
     return {
-        n: Stream(StreamOrder(mixture, n), reader, iterations_per_batch=per_round, num_streams=streams, **common)
+        n: Stream(StreamOrder(mixture, n), reader, iterations_after=iterations_after, num_streams=streams, **common)
         for n in indices
     }
 

@@ -16,8 +16,8 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.storage.dataset_path import fingerprint, nested_fingerprint
 from llava_mcore.errors import DataError
 
-FORMAT = 4
-EARLIER_FORMATS = (1, 2, 3)
+FORMAT = 5
+EARLIER_FORMATS = (1, 2, 3, 4)
 """Positions in an order of samples that no longer exists."""
 
 MICRO_BATCH = "training.micro_batch_size"

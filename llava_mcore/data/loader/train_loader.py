@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
@@ -61,6 +61,7 @@ class TrainLoader:
         seed: int,
         pad_multiple: int = 8,
         num_micro_batches: int = 1,
+        batch_sizes: BatchSizes | None = None,
         saved: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         """Open the data, at the beginning or after a saved position; nothing is read before the first batch.
@@ -69,6 +70,7 @@ class TrainLoader:
             pad_multiple: the number of tokens of a micro-batch is padded to a multiple of this.
             num_micro_batches: of this rank per step. A step needs all of them before it starts, so loader processes
                 prepare as many during the previous step.
+            batch_sizes: global batch sizes over the run; None: always those micro-batches of every rank.
             saved: results of `state` on the ranks of the run that is resumed, whatever their number: at least of those
                 that served this rank's streams.
 
@@ -83,10 +85,11 @@ class TrainLoader:
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
-        rank = RankReads(dp_rank, dp_size, micro_batch_size, num_micro_batches, seed, pad_multiple)
+        batch_sizes = batch_sizes or BatchSizes.of(micro_batch_size * num_micro_batches * dp_size, None)
+        rank = RankReads(dp_rank, dp_size, micro_batch_size, num_micro_batches, batch_sizes, seed, pad_multiple)
         # For `read_again`: the same loader, which reads in this process.
         in_process = data.model_copy(update={"num_workers": 0})
-        self._open_again = partial(TrainLoader, in_process, assets, **asdict(rank))
+        self._open_again = partial(TrainLoader, in_process, assets, **vars(rank))
 
         # A saved position brings the number of streams, and must belong to the same settings.
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
@@ -129,7 +132,10 @@ class TrainLoader:
                 delivery = self._sources[stream].next()
         except StopIteration:
             self.close()
-            raise DataError(f"{self.path}: the data ended") from None
+            text = (
+                "every dataset has been read as often as its max_epochs lets it: raise that, or train for fewer samples"
+            )
+            raise DataError(f"{self.path}: the data ended, since {text}") from None
         except DataError:
             self.close()
             raise

@@ -208,7 +208,7 @@ def test_prepare_can_be_told_the_frames_per_second(
     frames = ["0.png", "1.png"]
     rows = [TALK | {"videos": [clip]} for clip in (frames, {"frames": frames, "fps": 3})]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [str(tmp_path / "rows.jsonl"), "--num-workers", "0"]
+    command = [str(tmp_path / "rows.jsonl"), "--num-workers", "0", "--keep-order"]
     counted = ["--tokenizer-load-dir", str(folders["qwen3_vl"]), "--frames-fps", "0.5"]
     assert prepare_command.main([*command, "--out", str(tmp_path / "a")]) == 0
     assert "a: 1 of 2 videos have no fps; models that use times count them as 24" in capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_prepare_can_be_told_the_frames_per_second(
     assert prepare_command.main([*command, "--out", str(tmp_path / "c"), *counted[:1], str(folders["qwen2_vl"])]) == 0
     assert "no fps" not in capsys.readouterr().out, "this class does not use them"
     (tmp_path / "mix.yaml").write_text("sources: [{path: rows.jsonl, frames_fps: 4}]")
-    mix = [str(tmp_path / "mix.yaml"), "--out", str(tmp_path / "mix"), "--num-workers", "0"]
+    mix = [str(tmp_path / "mix.yaml"), "--out", str(tmp_path / "mix"), "--num-workers", "0", "--keep-order"]
     assert prepare_command.main(mix) == 0
     assert rates(tmp_path / "mix" / "rows") == [4.0, 3.0]
     assert prepare_command.main([*mix, "--frames-fps", "2"]) == 2

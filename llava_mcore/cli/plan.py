@@ -15,9 +15,10 @@ from llava_mcore.errors import ConfigError, problems
 from llava_mcore.plan import report
 from llava_mcore.plan.dataset import material_of
 from llava_mcore.plan.efficiency import Efficiency
+from llava_mcore.plan.forecast import balanced
 from llava_mcore.plan.gpus import GPUS, gpu_named
 from llava_mcore.plan.read_config import read_model
-from llava_mcore.plan.search import VARIED, Candidate, Found, Searched, search
+from llava_mcore.plan.search import VARIED, Candidate, Searched, SearchResult, search
 from llava_mcore.plan.seconds import Machine
 
 MOST_GPUS = 1 << 20
@@ -31,39 +32,43 @@ def parser() -> argparse.ArgumentParser:
         "Takes the run's own flags; --gpus is the number of GPUs (per node, with --node).",
         dry_run=False,
     )
-    own = p.add_argument_group("plan")
-    own.add_argument("--hf-dir", type=Path, metavar="DIR", help="Hugging Face folder, or a config.json; no weights")
-    own.add_argument("--gpu", default="h200", metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default h200)")
-    own.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, if it has more or less")
-    own.add_argument(
+    plan_flags = p.add_argument_group("plan")
+    plan_flags.add_argument(
+        "--hf-dir", type=Path, metavar="DIR", help="Hugging Face folder, or a config.json; no weights"
+    )
+    plan_flags.add_argument(
+        "--gpu", default="h200", metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default h200)"
+    )
+    plan_flags.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, if it has more or less")
+    plan_flags.add_argument(
         "--vary", nargs="+", choices=VARIED, default=[], help="also try what changes the results of training"
     )
-    own.add_argument("--as-given", action="store_true", help="predict the given layout only")
-    own.add_argument("--top", type=int, default=10, metavar="N", help="layouts to list (default %(default)s)")
-    own.add_argument("--best", action="store_true", help="print the command of the best layout, nothing else")
-    own.add_argument("--json", action="store_true", help="print everything as JSON")
+    plan_flags.add_argument("--as-given", action="store_true", help="predict the given layout only")
+    plan_flags.add_argument("--top", type=int, default=10, metavar="N", help="layouts to list (default %(default)s)")
+    plan_flags.add_argument("--best", action="store_true", help="print the command of the best layout, nothing else")
+    plan_flags.add_argument("--json", action="store_true", help="print everything as JSON")
     return p
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; exit code 2 if no layout fits. ConfigError for values that do not make sense."""
-    searched, words, given = _read(args)
+    searched, words, typed = _read(args)
     if args.as_given:
         return _given_alone(searched, words, as_json=args.json)
-    found = search(searched)
+    result = search(searched)
     if args.json:
-        print(json.dumps(report.as_json(found, searched, words), indent=1))
-        return 0 if found.fitting else 2
-    if not found.fitting:
-        raise ConfigError(_nothing_fits(found, searched))
-    best = found.fitting[0]
-    command = report.command(best, searched, given)
+        print(json.dumps(report.as_json(result, searched, words), indent=1))
+        return 0 if result.fitting else 2
+    if not result.fitting:
+        raise ConfigError(_nothing_fits(result, searched))
+    best = result.fitting[0]
+    command = report.command(best, searched, typed)
     if args.best:
         print(command)
         return 0
-    lines = [*report.head(searched, words), "", *report.table(found.fitting[: args.top], searched.world), ""]
+    lines = [*report.head(searched, words), "", *report.table(result.fitting[: args.top], searched.world), ""]
     lines += ["The first one:", *report.stages(best.prediction), "", "Left out:"]
-    lines += [*report.left_out(found, searched.gpu.memory), "", command]
+    lines += [*report.left_out(result, searched.gpu.memory), "", command]
     print("\n".join(lines))
     return 0
 
@@ -88,14 +93,18 @@ def _read(args: argparse.Namespace) -> tuple[Searched, str, Sequence[str]]:
             raise ConfigError(f"--gpu-memory {args.gpu_memory:g}: expected GiB above 0")
         gpu = replace(gpu, memory=args.gpu_memory)
     world = _world(gpus, configured)
+    pixels = configured.data.min_pixels or model.pixels[0], configured.data.max_pixels or model.pixels[1]
+    model = replace(model, pixels=pixels)
     material = material_of(model, configured.data.path)
+    if configured.parallel.balance == "auto" and configured.parallel.pipeline_model_parallel_size > 1:
+        configured = balanced(configured, world, hf_dir, gpu.devices[0])
     searched = Searched(model, material.samples, configured, world, Machine(gpu, Efficiency()), args.vary)
     # The run's own arguments, but for those that a plan decides.
-    given = [f"--config {args.config}"] if args.config else []
+    typed = [f"--config {args.config}"] if args.config else []
     if args.hf_dir is not None and args.hf_dir.is_dir():
         line.flags.setdefault("checkpoint.hf_dir", str(args.hf_dir))
-    given += [f"{name_of(key)} {value}" if value is not True else name_of(key) for key, value in line.flags.items()]
-    return searched, material.words, [*given, *line.overrides]
+    typed += [f"{name_of(key)} {value}" if value is not True else name_of(key) for key, value in line.flags.items()]
+    return searched, material.words, [*typed, *line.overrides]
 
 
 def _world(gpus: object, run: RunConfig) -> int:
@@ -118,7 +127,7 @@ def _given_alone(searched: Searched, words: str, *, as_json: bool) -> int:
     prediction = searched.predict(searched.run)
     candidate = Candidate({}, searched.run, prediction)
     if as_json:
-        print(json.dumps(report.as_json(Found([candidate]), searched, words), indent=1))
+        print(json.dumps(report.as_json(SearchResult([candidate]), searched, words), indent=1))
         return 0
     fits = prediction.memory <= searched.gpu.memory
     lines = [*report.head(searched, words), "", *report.table([candidate], searched.world)]
@@ -128,11 +137,11 @@ def _given_alone(searched: Searched, words: str, *, as_json: bool) -> int:
     return 0 if fits else 2
 
 
-def _nothing_fits(found: Found, searched: Searched) -> str:
+def _nothing_fits(result: SearchResult, searched: Searched) -> str:
     """Return what is nearest and what would make it fit."""
-    lines = report.left_out(found, searched.gpu.memory)
+    lines = report.left_out(result, searched.gpu.memory)
     advice = []
-    if found.too_large:
+    if result.too_large:
         advice.append("more --gpus, or a kind with more memory")
         for kinds, words in ((("moments",), "moments in bf16"), (("adapter",), "LoRA")):
             other = search(replace(searched, vary=kinds))

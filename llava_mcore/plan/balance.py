@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from llava_mcore.plan.gpus import GIB
-from llava_mcore.plan.layout import Layout
+from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.memory import stage_memory
 from llava_mcore.plan.model import Model
 from llava_mcore.plan.seconds import Machine, stage_passes
-from llava_mcore.plan.work import Packs, Work
+from llava_mcore.plan.work import PackWork, Work
 
 FIRST, LAST = "parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage"
 
@@ -30,7 +30,7 @@ def divisions(num_layers: int, pp: int) -> Iterator[tuple[int, ...]]:
 
 
 def balanced_layers(
-    model: Model, layout: Layout, packs: Packs, machine: Machine, *, memory: float | None = None
+    model: Model, layout: RunLayout, packs: PackWork, machine: Machine, *, memory: float | None = None
 ) -> tuple[int, ...]:
     """Return the layers of each stage for the shortest step. Of equally good divisions the evenest.
 
@@ -44,8 +44,8 @@ def balanced_layers(
         return (num_layers,)
     # Times of a stage are those of its layers and of what is beside them.
     usual = max(2, num_layers // pp)
-    whole, half = (replace(layout, layers=(n,) * pp) for n in (usual, usual // 2))
-    first, last = (_seconds(model, whole, work, place, machine) for place in (0, pp - 1))
+    full, half = (replace(layout, layers=(n,) * pp) for n in (usual, usual // 2))
+    first, last = (_seconds(model, full, work, place, machine) for place in (0, pp - 1))
     of_layer = (last - _seconds(model, half, work, pp - 1, machine)) / (usual - usual // 2)
     first, last = first - usual * of_layer, last - usual * of_layer
     beside = {0: first, pp - 1: last}
@@ -63,7 +63,7 @@ def balanced_layers(
     if memory is None:
         return ordered[0]
     fullest = {layers: _fullest(model, replace(layout, layers=layers), packs, machine) for layers in ordered[:40]}
-    return next((x for x, most in fullest.items() if most <= memory), min(fullest, key=lambda x: fullest[x]))
+    return next((x for x, needed in fullest.items() if needed <= memory), min(fullest, key=lambda x: fullest[x]))
 
 
 def stage_keys(layers: tuple[int, ...]) -> Mapping[str, int | None]:
@@ -73,10 +73,10 @@ def stage_keys(layers: tuple[int, ...]) -> Mapping[str, int | None]:
     return {FIRST: layers[0], LAST: layers[-1]}
 
 
-def _seconds(model: Model, layout: Layout, work: Work, stage: int, machine: Machine) -> float:
+def _seconds(model: Model, layout: RunLayout, work: Work, stage: int, machine: Machine) -> float:
     forward, backward = stage_passes(model, layout, work, stage, machine)
     return forward.total + backward.total
 
 
-def _fullest(model: Model, layout: Layout, packs: Packs, machine: Machine) -> float:
+def _fullest(model: Model, layout: RunLayout, packs: PackWork, machine: Machine) -> float:
     return max(stage_memory(model, layout, packs, stage, machine.fit).total for stage in range(layout.pp)) / GIB

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llava_mcore.plan.layout import Layout
+from llava_mcore.plan.layout import RunLayout
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Efficiency:
     graph_gradients: float = 0.6
     graph_tower: float = 0.3
 
-    def outside(self, layout: Layout) -> float:
+    def outside(self, layout: RunLayout) -> float:
         """Return the bytes beside torch's: CUDA's context with its kernels, and a communicator per group."""
         groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp))
         return 0.7 * 2**30 + groups * 0.4 * 2**30

@@ -65,12 +65,12 @@ GPUS = {
 
 def gpu_named(name: str) -> Gpu:
     """Return a kind of GPU by its name here or in torch. Raises ConfigError for one that is not known."""
-    found = GPUS.get(name.lower()) or gpu_of_device(name)
-    if found is None:
+    gpu = GPUS.get(name.lower()) or gpu_of_device(name)
+    if gpu is None:
         close = difflib.get_close_matches(name.lower(), GPUS, n=1)
         meant = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(f"--gpu {name}: no such GPU in the table{meant}; known: {', '.join(GPUS)}")
-    return found
+    return gpu
 
 
 def gpu_of_device(device: str) -> Gpu | None:

@@ -33,7 +33,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """One way to run a configuration on a number of GPUs.
 
     `layers`: decoder layers of each stage; `virtual`: chunks that a stage consists of. `state_bytes`: of the optimizer
@@ -108,7 +108,7 @@ def stage_layers(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
     return (*((first,) if first is not None else ()), *middle, *((last,) if last is not None else ()))
 
 
-def layout_of(run: RunConfig, world: int, num_layers: int) -> Layout:
+def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
     """Return the layout of a configuration on so many GPUs. `num_layers`: of the decoder."""
     parallel, model, training, adapter = run.parallel, run.model, run.training, run.adapter
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -117,7 +117,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> Layout:
     in_device, in_host = _state(run)
     full = model.recompute == "full"
     ranks = max(1, world // (tp * pp))
-    return Layout(
+    return RunLayout(
         world=world,
         tp=tp,
         pp=pp,

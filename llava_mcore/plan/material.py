@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llava_mcore.plan.layout import Layout
+from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.media import picture_work, sound_work
 from llava_mcore.plan.model import Model
-from llava_mcore.plan.work import Packs, Sample, Work, causal, packs_of, padded
+from llava_mcore.plan.work import PackWork, Sample, Work, causal, packs_of, padded
 
 
 def sample_work(model: Model, sample: Sample) -> Work:
@@ -22,7 +22,7 @@ def sample_work(model: Model, sample: Sample) -> Work:
     return replace(work, tokens=tokens, trained=sample.trained, samples=1.0, causal_pairs=causal(tokens))
 
 
-def packs_for(model: Model, layout: Layout, samples: Sequence[Sample]) -> Packs:
+def packs_for(model: Model, layout: RunLayout, samples: Sequence[Sample]) -> PackWork:
     """Return the work of a pack, or of a sample; with what padding adds.
 
     Raises:
@@ -36,9 +36,9 @@ def packs_for(model: Model, layout: Layout, samples: Sequence[Sample]) -> Packs:
 
     if layout.packing:
         mean = with_padding(packs.mean, packs.mean.tokens)
-        return Packs(mean, (with_padding(packs.peaks[0], mean.tokens), with_padding(packs.peaks[1], mean.tokens)))
+        return PackWork(mean, (with_padding(packs.peaks[0], mean.tokens), with_padding(packs.peaks[1], mean.tokens)))
     # Without packing a micro-batch is as long as its longest sample.
     longest = max(x.tokens for x in packs.peaks)
     share = 1 - 1 / layout.micro_batch_size
     mean = with_padding(packs.mean, packs.mean.tokens + share * (longest - packs.mean.tokens))
-    return Packs(mean, (with_padding(packs.peaks[0], longest), with_padding(packs.peaks[1], longest)))
+    return PackWork(mean, (with_padding(packs.peaks[0], longest), with_padding(packs.peaks[1], longest)))

@@ -63,7 +63,7 @@ def _tiles(model: Model, width: int, height: int) -> tuple[int, int]:
     if rules.pinpoints:
         return _anyres(model, width, height)
     if model.model_type == "internvl":
-        rows, columns = _canvas(width / height, rules.most or 12)
+        rows, columns = _canvas(width / height, rules.max_tiles or 12)
         tiles = rows * columns + (1 if rows * columns > 1 else 0)
         return tiles, tiles * per_tile + 2
     if rules.resized_to is not None:
@@ -81,8 +81,8 @@ def _anyres(model: Model, width: int, height: int) -> tuple[int, int]:
 
     def fit(point: tuple[int, int]) -> tuple[int, int]:
         scale = min(point[1] / width, point[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, -(point[0] * point[1] - kept)
+        num_pixels = min(int(width * scale) * int(height * scale), width * height)
+        return num_pixels, -(point[0] * point[1] - num_pixels)
 
     best = max(model.tiles.pinpoints, key=fit)
     rows, columns = best[0] // side, best[1] // side
@@ -92,15 +92,15 @@ def _anyres(model: Model, width: int, height: int) -> tuple[int, int]:
         high -= 2 * ((high - int(height * wide / width)) // 2)
     else:
         wide -= 2 * ((wide - int(width * high / height)) // 2)
-    most = model.tiles.most
-    if most is not None and (ratio := math.sqrt(high * wide / (most * per_tile))) > 1.1:
+    max_tiles = model.tiles.max_tiles
+    if max_tiles is not None and (ratio := math.sqrt(high * wide / (max_tiles * per_tile))) > 1.1:
         high, wide = int(high // ratio), int(wide // ratio)
     return 1 + rows * columns, per_tile + high * (wide + 1)
 
 
-def _canvas(aspect: float, most: int) -> tuple[int, int]:
+def _canvas(aspect: float, max_tiles: int) -> tuple[int, int]:
     """Return rows and columns of the grid whose proportions are nearest; of equally near ones the largest."""
-    grids = [(r, c) for r in range(1, most + 1) for c in range(1, most // r + 1)]
+    grids = [(r, c) for r in range(1, max_tiles + 1) for c in range(1, max_tiles // r + 1)]
     return min(grids, key=lambda grid: (abs(aspect - grid[1] / grid[0]), -grid[0] * grid[1]))
 
 

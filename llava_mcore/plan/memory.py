@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llava_mcore.plan.efficiency import Efficiency
-from llava_mcore.plan.layout import Layout
+from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.model import Model
 from llava_mcore.plan.parameters import StageParameters, stage_parameters
-from llava_mcore.plan.work import Packs, Work
+from llava_mcore.plan.work import PackWork, Work
 
 NF4_BYTES = 4.127 / 8
 """A weight in 4 bits with its share of the scales, which are quantized too (QLoRA, Dettmers et al. 2023, section 3)."""
@@ -48,13 +48,15 @@ class StageMemory:
         return self.reserved + self.outside
 
 
-def stage_memory(model: Model, layout: Layout, packs: Packs, stage: int, fit: Efficiency) -> StageMemory:
+def stage_memory(model: Model, layout: RunLayout, packs: PackWork, stage: int, fit: Efficiency) -> StageMemory:
     """Predict the peak of a stage: that of the micro-batch that takes most."""
     both = [_with_peak(model, layout, packs, peak, stage, fit) for peak in packs.peaks]
     return max(both, key=lambda x: x.total)
 
 
-def _with_peak(model: Model, layout: Layout, packs: Packs, pack: Work, stage: int, fit: Efficiency) -> StageMemory:
+def _with_peak(
+    model: Model, layout: RunLayout, packs: PackWork, pack: Work, stage: int, fit: Efficiency
+) -> StageMemory:
     """Return what a micro-batch takes whose packs differ from the mean as one of `pack` and others would."""
     parameters = stage_parameters(model, layout, stage)
     size = layout.micro_batch_size
@@ -82,7 +84,7 @@ def _with_peak(model: Model, layout: Layout, packs: Packs, pack: Work, stage: in
     return StageMemory(**parts, allowance=fit.fragmentation * sum(parts.values()), outside=fit.outside(layout))
 
 
-def _weights(layout: Layout, p: StageParameters) -> float:
+def _weights(layout: RunLayout, p: StageParameters) -> float:
     """Return the bytes of weights, in FP8 with the copies that the products read."""
     matrices = {
         "none": float(layout.weight_bytes),
@@ -94,7 +96,7 @@ def _weights(layout: Layout, p: StageParameters) -> float:
     return (matrices + copies) * p.layers + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
 
 
-def layer_bytes(model: Model, layout: Layout) -> float:
+def layer_bytes(model: Model, layout: RunLayout) -> float:
     """Return what the backward pass of a decoder layer needs, in bytes per token, without recomputation.
 
     Inputs of the two norms and what these return; queries, keys and values; what attention returns; the first matrix's
@@ -118,23 +120,25 @@ def layer_bytes(model: Model, layout: Layout) -> float:
     return (norms / outside + (attention + mlp) / tp + lora) * layout.weight_bytes / 2
 
 
-def decoder_activations(model: Model, layout: Layout, work: Work, num_layers: int, stage: int) -> float:
+def decoder_activations(model: Model, layout: RunLayout, work: Work, num_layers: int, stage: int) -> float:
     """Return the activations of a micro-batch on a stage."""
-    whole = layer_bytes(model, layout)
+    full = layer_bytes(model, layout)
     outside = layout.tp if layout.sequence_parallel else 1
-    kept = layout.weight_bytes * model.decoder.hidden / outside
+    layer_input = layout.weight_bytes * model.decoder.hidden / outside
     if layout.recompute != "full":
-        per_token = num_layers * whole
+        per_token = num_layers * full
     elif layout.recompute_block is not None:
         recomputed = min(layout.recompute_block, num_layers)
-        per_token = recomputed * kept + (num_layers - recomputed) * whole
+        per_token = recomputed * layer_input + (num_layers - recomputed) * full
     else:
-        per_token = -(-num_layers // layout.recompute_unit) * kept
-    ends = 2 * kept if stage in (0, layout.pp - 1) else kept  # embeddings or the last norm; what comes from the left
+        per_token = -(-num_layers // layout.recompute_unit) * layer_input
+    ends = (
+        2 * layer_input if stage in (0, layout.pp - 1) else layer_input
+    )  # embeddings or the last norm; what comes from the left
     return work.computed * (per_token + ends)
 
 
-def tower_activations(model: Model, layout: Layout, work: Work) -> float:
+def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     """Return the activations of a trained tower, and those of the connector."""
     t, tp = model.tower, 1 if layout.whole_towers else layout.tp
     share = layout.tp if layout.whole_towers else 1  # a part of the pictures, or of every layer
@@ -153,7 +157,7 @@ def tower_activations(model: Model, layout: Layout, work: Work) -> float:
     return connector + work.positions / share * (layers + peak)
 
 
-def output_layer(model: Model, layout: Layout, work: Work) -> float:
+def output_layer(model: Model, layout: RunLayout, work: Work) -> float:
     """Return the bytes of the output layer and its loss in chunks (benchmarks/formulas.md)."""
     h, rows = model.decoder.hidden, layout.padded_vocab(model.decoder.vocab) / layout.tp
     tokens = work.trained
@@ -162,7 +166,7 @@ def output_layer(model: Model, layout: Layout, work: Work) -> float:
     return trained + 2 * tokens * h + max(chunk * 1.5, (2 * rows * h if layout.trains_language else 0) + 2 * tokens * h)
 
 
-def _temporary(model: Model, layout: Layout, work: Work) -> float:
+def _temporary(model: Model, layout: RunLayout, work: Work) -> float:
     """Return what the backward pass of a layer needs beside its activations: gradients inside it, and of a matrix."""
     d = model.decoder
     gradients = work.computed * (6 * d.ffn / layout.tp + 4 * d.hidden)
@@ -181,7 +185,7 @@ def _pixels(work: Work, in_flight: float) -> float:
     return work.pixel_bytes * in_flight + 4 * work.pixel_bytes
 
 
-def _graphs(model: Model, layout: Layout, work: Work, p: StageParameters, fit: Efficiency) -> float:
+def _graphs(model: Model, layout: RunLayout, work: Work, p: StageParameters, fit: Efficiency) -> float:
     """Return what CUDA graphs keep apart: inputs and results of each, and gradients of its matrices."""
     tensors = 2.0 * work.computed * model.decoder.hidden * sum(layout.layers)
     grads = 2.0 * p.layers * layout.trains_language

@@ -118,7 +118,7 @@ class Tower:
 
 
 @dataclass(frozen=True)
-class Product:
+class LinearShape:
     """A matrix that `rows` features of `per` meet: the tower's positions, or pictures."""
 
     inputs: int
@@ -134,16 +134,16 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Connector:
+class ConnectorShape:
     """What maps the tower's features. `small`: parameters beside the products' matrices."""
 
-    products: Sequence[Product]
+    products: Sequence[LinearShape]
     small: int
     ffn: int
     latents: int = 0
     """Tokens of a picture, if it is a perceiver."""
     repeated: int = 1
-    """Equal connectors beside each other, of inner layers (deepstack)."""
+    """Equal connectors side by side, of inner layers (deepstack)."""
 
     @property
     def parameters(self) -> int:
@@ -152,12 +152,12 @@ class Connector:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileRules:
     """How pictures become tiles (LLaVA-NeXT, OneVision, InternVL, Idefics3)."""
 
     pinpoints: tuple[tuple[int, int], ...] = ()
     """Heights and widths of the grids in pixels."""
-    most: int | None = None
+    max_tiles: int | None = None
     newline: bool = False
     thumbnail: bool = False
     resized_to: int | None = None
@@ -171,8 +171,8 @@ class Model:
     model_type: str
     decoder: Decoder
     tower: Tower
-    connector: Connector
-    tiles: Tiles = field(default_factory=Tiles)
+    connector: ConnectorShape
+    tiles: TileRules = field(default_factory=TileRules)
     pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
     num_deepstack: int = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llava_mcore.plan.layout import Layout
+from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.model import Model
 
 
@@ -31,7 +31,7 @@ class StageParameters:
         return self.layers + self.small + self.ends + self.tower + self.connector + self.adapter
 
 
-def stage_parameters(model: Model, layout: Layout, stage: int) -> StageParameters:
+def stage_parameters(model: Model, layout: RunLayout, stage: int) -> StageParameters:
     """Count the parameters of a stage on one of its ranks."""
     decoder, tp = model.decoder, layout.tp
     num_layers = layout.layers[stage]
@@ -66,7 +66,7 @@ def adapted_sizes(model: Model) -> Mapping[str, int]:
     }
 
 
-def _adapter_parameters(model: Model, layout: Layout, num_layers: int, *, first: bool) -> float:
+def _adapter_parameters(model: Model, layout: RunLayout, num_layers: int, *, first: bool) -> float:
     """Of each pair of matrices tensor parallelism divides the one that is on the divided side."""
     adapter, tower = layout.adapter, model.tower
     sizes = adapted_sizes(model)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llava_mcore.plan.gpus import GIB
-from llava_mcore.plan.layout import Layout
+from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.memory import StageMemory, stage_memory
 from llava_mcore.plan.model import Model
 from llava_mcore.plan.parameters import stage_parameters
 from llava_mcore.plan.schedule import step_seconds
 from llava_mcore.plan.seconds import Machine, Pass, stage_passes
-from llava_mcore.plan.work import Packs
+from llava_mcore.plan.work import PackWork
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Prediction:
     """What a layout takes. Seconds of a step: `passes`, of which `bubble` are idle on the average stage, exposed
     `messages` between replicas, and `update` of the weights."""
 
-    layout: Layout
+    layout: RunLayout
     stages: tuple[Stage, ...]
     passes: float
     bubble: float
@@ -63,13 +63,13 @@ class Prediction:
         return max(stage.memory.total for stage in self.stages) / GIB
 
 
-def predict(model: Model, layout: Layout, packs: Packs, machine: Machine) -> Prediction:
+def predict(model: Model, layout: RunLayout, packs: PackWork, machine: Machine) -> Prediction:
     """Predict memory and time of a layout."""
     work = packs.mean.times(layout.micro_batch_size)
     stages = []
-    for number in range(layout.pp):
-        forward, backward = stage_passes(model, layout, work, number, machine)
-        stages.append(Stage(stage_memory(model, layout, packs, number, machine.fit), forward, backward))
+    for index in range(layout.pp):
+        forward, backward = stage_passes(model, layout, work, index, machine)
+        stages.append(Stage(stage_memory(model, layout, packs, index, machine.fit), forward, backward))
     ahead = [stage.forward.total for stage in stages]
     back = [stage.backward.total for stage in stages]
     across = layout.tp * layout.pp > machine.gpu.per_node
@@ -93,7 +93,7 @@ def predict(model: Model, layout: Layout, packs: Packs, machine: Machine) -> Pre
     )
 
 
-def _after_passes(model: Model, layout: Layout, machine: Machine) -> tuple[float, float]:
+def _after_passes(model: Model, layout: RunLayout, machine: Machine) -> tuple[float, float]:
     """Return the exposed seconds of summing gradients and gathering weights, and those of the update."""
     trained = max(stage_parameters(model, layout, stage).trained for stage in range(layout.pp))
     dp, fit = layout.dp, machine.fit

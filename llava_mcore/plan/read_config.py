@@ -9,7 +9,7 @@ from typing import Any
 
 from llava_mcore.errors import ConfigError
 from llava_mcore.plan.defaults import CLASSES, PARTS, TEXTS, TOWERS, Values
-from llava_mcore.plan.model import Decoder, Model, Tiles
+from llava_mcore.plan.model import Decoder, Model, TileRules
 from llava_mcore.plan.towers import read_connector, read_tower
 
 _NORMS = {"gemma2": 4, "gemma3_text": 4}
@@ -30,14 +30,26 @@ def read_model(folder: Path) -> Model:
     """
     path = folder / "config.json" if folder.is_dir() else folder
     values = _read_json(path)
+    return model_of(values, source=str(path), processor=_read_processor(path.parent))
+
+
+def model_of(values: Values, *, source: str, processor: Values | None = None) -> Model:
+    """Return the sizes that the values of a config.json have.
+
+    Args:
+        source: names them in messages.
+        processor: values of the image processor.
+
+    Raises:
+        ConfigError: a class or a value is unknown.
+    """
     kind = values.get("model_type")
     if kind not in PARTS:
-        raise ConfigError(f"{path}: model_type is {kind!r}, expected one of {', '.join(PARTS)}")
-    processor = _read_processor(path.parent)
+        raise ConfigError(f"{source}: model_type is {kind!r}, expected one of {', '.join(PARTS)}")
     try:
-        return _model(str(kind), values, processor)
+        return _model(str(kind), values, processor or {})
     except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
-        raise ConfigError(f"{path}: a value that a plan needs is missing or strange ({error!r})") from error
+        raise ConfigError(f"{source}: a value that a plan needs is missing or strange ({error!r})") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -66,26 +78,26 @@ def _read_processor(folder: Path) -> Values:
 def _model(kind: str, values: Values, processor: Values) -> Model:
     text_kind, tower_kind = PARTS[kind]
     section = "audio_config" if kind == "qwen2_audio" else "vision_config"
-    whole = CLASSES.get(kind, {}) | {key: x for key, x in values.items() if x is not None}
+    top_level = CLASSES.get(kind, {}) | {key: x for key, x in values.items() if x is not None}
     # Files of Qwen2-VL on the hub have the language model's values on the top level.
-    given = values.get("text_config") or (values if "hidden_size" in values else {})
-    text_kind = given["model_type"] if given.get("model_type") in TEXTS else text_kind
-    text = TEXTS[text_kind] | given
+    written = values.get("text_config") or (values if "hidden_size" in values else {})
+    text_kind = written["model_type"] if written.get("model_type") in TEXTS else text_kind
+    text = TEXTS[text_kind] | written
     of_tower = values.get(section) or {}
     named = str(of_tower.get("model_type", tower_kind))
     named = _FAMILIES.get(named, named)
     if named not in TOWERS:
         raise ConfigError(f"{section}.model_type is {named!r}, expected one of {', '.join(TOWERS)}")
     vision = TOWERS[named] | {key: x for key, x in of_tower.items() if x is not None}
-    decoder = _decoder(text_kind, text, tied=kind != "qwen2_audio" and bool(whole.get("tie_word_embeddings")))
-    tower = read_tower(named, vision, whole)
+    decoder = _decoder(text_kind, text, tied=kind != "qwen2_audio" and bool(top_level.get("tie_word_embeddings")))
+    tower = read_tower(named, vision, top_level)
     inner = len(vision.get("deepstack_visual_indexes", ())) if kind == "qwen3_vl" else 0
     return Model(
         model_type=kind,
         decoder=decoder,
         tower=tower,
-        connector=read_connector(kind, tower, decoder, whole, inner),
-        tiles=_tiles(kind, whole, processor),
+        connector=read_connector(kind, tower, decoder, top_level, inner),
+        tiles=_tiles(kind, top_level, processor),
         pixels=_pixels(processor, tower.patch * 2),
         num_deepstack=inner,
     )
@@ -137,25 +149,27 @@ def _delta_nets(text: Values, hidden: int) -> dict[str, Any]:
     }
 
 
-def _tiles(kind: str, whole: Values, processor: Values) -> Tiles:
+def _tiles(kind: str, top_level: Values, processor: Values) -> TileRules:
     if kind in ("llava_next", "llava_onevision"):
-        most = str(whole.get("vision_aspect_ratio", "")).rpartition("_")[2]
-        points = tuple((int(a), int(b)) for a, b in whole["image_grid_pinpoints"])
+        max_tiles = str(top_level.get("vision_aspect_ratio", "")).rpartition("_")[2]
+        points = tuple((int(a), int(b)) for a, b in top_level["image_grid_pinpoints"])
         is_onevision = kind == "llava_onevision"
-        return Tiles(points, most=int(most) if is_onevision and most.isdecimal() else None, newline=True)
+        return TileRules(
+            points, max_tiles=int(max_tiles) if is_onevision and max_tiles.isdecimal() else None, newline=True
+        )
     if kind == "internvl":
-        return Tiles(most=int(processor.get("max_patches", 12)), thumbnail=True)
+        return TileRules(max_tiles=int(processor.get("max_patches", 12)), thumbnail=True)
     if kind in ("idefics3", "smolvlm"):
         size = processor.get("size")
         edge = size.get("longest_edge") if isinstance(size, Mapping) else None
-        return Tiles(thumbnail=True, resized_to=int(edge or 1456))
-    return Tiles()
+        return TileRules(thumbnail=True, resized_to=int(edge or 1456))
+    return TileRules()
 
 
 def _pixels(processor: Values, side: int) -> tuple[int, int]:
     """Return the limits of a resized picture's area, as the image processors of Qwen-VL have them."""
     size = processor.get("size")
-    given = size if isinstance(size, Mapping) else {}
-    smallest = processor.get("min_pixels") or given.get("shortest_edge") or 56 * 56
-    largest = processor.get("max_pixels") or given.get("longest_edge") or 28 * 28 * 1280
+    written = size if isinstance(size, Mapping) else {}
+    smallest = processor.get("min_pixels") or written.get("shortest_edge") or 56 * 56
+    largest = processor.get("max_pixels") or written.get("longest_edge") or 28 * 28 * 1280
     return max(int(smallest), side * side), int(largest)

@@ -8,16 +8,16 @@ from typing import Any
 
 from llava_mcore.config.flags import ALL_FLAGS
 from llava_mcore.plan.gpus import GIB
-from llava_mcore.plan.layout import Layout
+from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.predict import Prediction, Stage
-from llava_mcore.plan.search import Candidate, Found, Searched
+from llava_mcore.plan.search import Candidate, Searched, SearchResult
 
 MOST_REASONS = 12
 MEASURED = ("h100", "h200")
 """Kinds of GPUs that constants were fitted to."""
 
 
-def describe(layout: Layout) -> str:
+def describe(layout: RunLayout) -> str:
     """Return a layout in words, without what is usual."""
     words = [f"tp {layout.tp}", f"pp {layout.pp}", f"dp {layout.dp}", f"micro-batch {layout.micro_batch_size}"]
     if layout.virtual > 1:
@@ -54,7 +54,8 @@ def head(searched: Searched, data: str) -> list[str]:
     across = f"; {nodes} nodes with {gpu.network / 1e9:g} GB/s per GPU, assumed" if nodes > 1 else ""
     packing = "packs" if run.data.packing else "samples without packing (--packing is missing)"
     return [
-        f"{model.model_type}: {model.parameters / 1e9:.2f} billion parameters, {model.tower.parameters / 1e9:.2f} of the tower",
+        f"{model.model_type}: {model.parameters / 1e9:.2f} billion parameters, "
+        f"{model.tower.parameters / 1e9:.2f} of the tower",
         f"{searched.world} x {gpu.name}, {gpu.memory:g} GiB each: {measured}{across}",
         f"{packing} of up to {run.data.seq_length:,} tokens, {run.training.global_batch_size} per step; {data}",
     ]
@@ -77,9 +78,9 @@ def stages(prediction: Prediction) -> list[str]:
     """Return memory and time of every stage; equal stages in a row are one line."""
     memory = tuple(vars(prediction.stages[0].memory))
     lines = ["GiB of a GPU by stage:", "  stage layers  " + _names(memory)]
-    for name, stage, number in _rows(prediction):
+    for name, stage, index in _rows(prediction):
         values = [vars(stage.memory)[x] / GIB for x in memory] + [stage.memory.total / GIB]
-        layers = prediction.layout.layers[number]
+        layers = prediction.layout.layers[index]
         lines.append(f"  {name:>5} {layers:6}  " + " ".join(f"{x:9.2f}" for x in values))
     parts = tuple(vars(prediction.stages[0].forward))
     lines += [
@@ -104,15 +105,15 @@ def _names(columns: Sequence[str]) -> str:
 def _rows(prediction: Prediction) -> list[tuple[str, Stage, int]]:
     rows: list[tuple[str, Stage, int]] = []
     first = 0
-    for number, stage in enumerate(prediction.stages):
+    for index, stage in enumerate(prediction.stages):
         if (
-            number + 1 < len(prediction.stages)
-            and _same(stage, prediction.stages[number + 1])
+            index + 1 < len(prediction.stages)
+            and _same(stage, prediction.stages[index + 1])
             and len(prediction.stages) > 8
         ):
             continue
-        rows.append((str(number) if first == number else f"{first}-{number}", stage, number))
-        first = number + 1
+        rows.append((str(index) if first == index else f"{first}-{index}", stage, index))
+        first = index + 1
     return rows
 
 
@@ -120,28 +121,36 @@ def _same(one: Stage, other: Stage) -> bool:
     return (one.forward, one.backward) == (other.forward, other.backward)
 
 
-def left_out(found: Found, limit: float) -> list[str]:
+def left_out(result: SearchResult, limit: float) -> list[str]:
     """Return why layouts are not in the table."""
     lines = []
-    if found.too_large:
-        nearest = found.too_large[0].prediction
+    if result.too_large:
+        nearest = result.too_large[0].prediction
         lines.append(
-            f"{len(found.too_large)} layouts need more than {limit:g} GiB; the nearest {nearest.memory:.1f}: "
+            f"{len(result.too_large)} layouts need more than {limit:g} GiB; the nearest {nearest.memory:.1f}: "
             f"{describe(nearest.layout)}"
         )
-    reasons = found.refused.most_common()
+    reasons = result.refused.most_common()
     lines += [f"{count} layouts: {reason}" for reason, count in reasons[:MOST_REASONS]]
     rest = sum(count for _, count in reasons[MOST_REASONS:])
     return [*lines, *([f"{rest} layouts for {len(reasons) - MOST_REASONS} other reasons"] if rest else [])]
 
 
-def command(candidate: Candidate, searched: Searched, given: Sequence[str]) -> str:
-    """Return the command that trains with a layout. `given`: the run's own arguments, which it repeats."""
+def command(candidate: Candidate, searched: Searched, typed: Sequence[str]) -> str:
+    """Return the command that trains with a layout. `typed`: the run's own arguments, which it repeats."""
     gpus, nodes = searched.world, 1
     if gpus > searched.gpu.per_node:
         gpus, nodes = searched.gpu.per_node, -(-gpus // searched.gpu.per_node)
-    words = ["python -m llava_mcore train", *given, f"-g {gpus}", *([f"--node {nodes}"] if nodes > 1 else [])]
+    words = ["python -m llava_mcore train", *typed, f"-g {gpus}", *([f"--node {nodes}"] if nodes > 1 else [])]
+    words += differences(candidate, searched)
+    # Overrides come last.
+    return " ".join([*(x for x in words if "=" not in x), *(x for x in words if "=" in x)])
+
+
+def differences(candidate: Candidate, searched: Searched) -> list[str]:
+    """Return the flags and overrides of a layout where it differs from the run that the search began with."""
     flags = {flag.key: flag for flag in ALL_FLAGS if flag.value is None}
+    words = []
     for key, value in candidate.changes.items():
         section, _, leaf = key.partition(".")
         if vars(vars(searched.run)[section])[leaf] == value:
@@ -152,19 +161,18 @@ def command(candidate: Candidate, searched: Searched, given: Sequence[str]) -> s
             words.append(f"{key}={text}")
         else:
             words.append(flag.name if value is True else f"{flag.name} {value}")
-    # Overrides come last.
-    return " ".join([*(x for x in words if "=" not in x), *(x for x in words if "=" in x)])
+    return words
 
 
-def as_json(found: Found, searched: Searched, data: str) -> dict[str, Any]:
+def as_json(result: SearchResult, searched: Searched, data: str) -> dict[str, Any]:
     """Return everything as plain containers."""
     return {
         "gpu": searched.gpu.name,
         "gpus": searched.world,
         "assumptions": head(searched, data),
-        "fitting": [_json(x) for x in found.fitting],
-        "too_large": [_json(x) for x in found.too_large],
-        "refused": dict(found.refused.most_common()),
+        "fitting": [_json(x) for x in result.fitting],
+        "too_large": [_json(x) for x in result.too_large],
+        "refused": dict(result.refused.most_common()),
     }
 
 

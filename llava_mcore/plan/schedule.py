@@ -28,16 +28,16 @@ def order(stage: int, pp: int, micro_batches: int, virtual: int = 1) -> Iterator
     ahead = pp - stage - 1 if virtual == 1 else (pp - stage - 1) * 2 + (virtual - 1) * pp
     warm_up = min(ahead, total)
 
-    def place(number: int, *, kind: str) -> tuple[str, int, int]:
-        group, inside = divmod(number, pp * virtual)
+    def place(index: int, *, kind: str) -> tuple[str, int, int]:
+        group, inside = divmod(index, pp * virtual)
         chunk = inside // pp
         return kind, chunk if kind == "forward" else virtual - 1 - chunk, group * pp + inside % pp
 
-    yield from (place(number, kind="forward") for number in range(warm_up))
-    for number in range(warm_up, total):
-        yield place(number, kind="forward")
-        yield place(number - warm_up, kind="backward")
-    yield from (place(number, kind="backward") for number in range(total - warm_up, total))
+    yield from (place(index, kind="forward") for index in range(warm_up))
+    for index in range(warm_up, total):
+        yield place(index, kind="forward")
+        yield place(index - warm_up, kind="backward")
+    yield from (place(index, kind="backward") for index in range(total - warm_up, total))
 
 
 def simulate(
@@ -57,26 +57,26 @@ def simulate(
     spans: list[Span] = []
     last = pp * virtual - 1
 
-    def ready(stage: int, kind: str, chunk: int, number: int) -> float | None:
+    def ready(stage: int, kind: str, chunk: int, index: int) -> float | None:
         place = chunk * pp + stage  # in the model
         if kind == "forward":
-            return 0.0 if place == 0 else done.get(("forward", place - 1, number))
-        return done.get(("forward", place, number) if place == last else ("backward", place + 1, number))
+            return 0.0 if place == 0 else done.get(("forward", place - 1, index))
+        return done.get(("forward", place, index) if place == last else ("backward", place + 1, index))
 
     while any(position[s] < len(queues[s]) for s in range(pp)):
         moved = False
         for stage in range(pp):
             while position[stage] < len(queues[stage]):
-                kind, chunk, number = queues[stage][position[stage]]
-                since = ready(stage, kind, chunk, number)
+                kind, chunk, index = queues[stage][position[stage]]
+                since = ready(stage, kind, chunk, index)
                 if since is None:
                     break
                 seconds = (forward if kind == "forward" else backward)[stage] / virtual
                 begin = max(free[stage], since + (message if since else 0.0))
                 free[stage] = begin + seconds
-                done[kind, chunk * pp + stage, number] = free[stage]
+                done[kind, chunk * pp + stage, index] = free[stage]
                 named: Literal["forward", "backward"] = "forward" if kind == "forward" else "backward"
-                spans.append(Span(stage, chunk, number, named, begin, free[stage]))
+                spans.append(Span(stage, chunk, index, named, begin, free[stage]))
                 position[stage] += 1
                 moved = True
         assert moved, "the order of passes has a cycle"

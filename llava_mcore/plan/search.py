@@ -12,12 +12,12 @@ from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.plan.balance import balanced_layers, stage_keys
 from llava_mcore.plan.gpus import Gpu
-from llava_mcore.plan.layout import Layout, layout_of
+from llava_mcore.plan.layout import RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
 from llava_mcore.plan.model import Model
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine
-from llava_mcore.plan.work import Packs, Sample
+from llava_mcore.plan.work import PackWork, Sample
 
 Changes = Mapping[str, object]
 VARIED = ("moments", "fp8", "adapter", "tower")
@@ -39,7 +39,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The result of a search: candidates that fit by falling tokens/s, those that do not by rising memory, and refused
     ones by the rule's message."""
 
@@ -58,14 +58,14 @@ class Searched:
     world: int
     machine: Machine
     vary: Sequence[str] = ()
-    packs: dict[tuple[object, ...], Packs] = field(default_factory=dict)
+    packs: dict[tuple[object, ...], PackWork] = field(default_factory=dict)
 
     @property
     def gpu(self) -> Gpu:
         """The kind of GPU."""
         return self.machine.gpu
 
-    def packs_of(self, layout: Layout) -> Packs:
+    def packs_of(self, layout: RunLayout) -> PackWork:
         """Return the work of packs, computed once for all layouts that share it."""
         size = 1 if layout.packing else layout.micro_batch_size
         key = (layout.seq_length, layout.packing, layout.computed_multiple, size)
@@ -85,13 +85,13 @@ class Searched:
         checkpoint = run.checkpoint.model_copy(
             update={"save_dir": run.checkpoint.save_dir or Path("runs"), "hf_dir": None, "load": None, "init": False}
         )
-        whole = run.model_copy(update={"checkpoint": checkpoint, "training": training.model_copy(update=length)})
-        return check_run(whole, self.model.dims(), self.world, device_available=True)
+        full = run.model_copy(update={"checkpoint": checkpoint, "training": training.model_copy(update=length)})
+        return check_run(full, self.model.dims(), self.world, device_available=True)
 
 
-def search(searched: Searched) -> Found:
+def search(searched: Searched) -> SearchResult:
     """Predict every layout."""
-    found = Found()
+    result = SearchResult()
     seen: set[tuple[tuple[str, object], ...]] = set()
     for changes in choices(searched):
         key = tuple(sorted(changes.items(), key=lambda item: item[0]))
@@ -101,14 +101,14 @@ def search(searched: Searched) -> Found:
         run = changed(searched.run, changes)
         problems = searched.problems(run)
         if problems:
-            found.refused[problems[0]] += 1
+            result.refused[problems[0]] += 1
             continue
         candidate = Candidate(changes, run, searched.predict(run))
         fits = candidate.prediction.memory <= searched.gpu.memory
-        (found.fitting if fits else found.too_large).append(candidate)
-    found.fitting.sort(key=lambda x: (-round(x.prediction.tokens_per_second), x.prediction.memory))
-    found.too_large.sort(key=lambda x: x.prediction.memory)
-    return found
+        (result.fitting if fits else result.too_large).append(candidate)
+    result.fitting.sort(key=lambda x: (-round(x.prediction.tokens_per_second), x.prediction.memory))
+    result.too_large.sort(key=lambda x: x.prediction.memory)
+    return result
 
 
 def changed(run: RunConfig, changes: Changes) -> RunConfig:
@@ -132,12 +132,12 @@ def choices(searched: Searched) -> Iterator[Changes]:
             if not sizes:  # the rule says why
                 sizes = [1]
             for size, options in itertools.product(sizes, list(_options(searched, tp, pp))):
-                base = {TP: tp, PP: pp, SIZE: size, **options}
+                base = {TP: tp, PP: pp, SIZE: size, "parallel.balance": "none", **options}
                 yield from ({**base, **stages} for stages in _stages(searched, base))
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+def _powers(limit: int) -> list[int]:
+    return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
 
 
 def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
@@ -201,8 +201,8 @@ def _stages(searched: Searched, base: Changes) -> Iterator[Changes]:
         yield from ({**equal, CHUNK: each // v} for v in (2, 4) if each % v == 0)
     run = changed(searched.run, {**base, **equal})
     layout = layout_of(run, searched.world, num_layers // pp * pp)
-    whole = [num_layers // pp] * (pp - 1)
-    layout = replace(layout, layers=(*whole, num_layers - sum(whole)))
+    full = [num_layers // pp] * (pp - 1)
+    layout = replace(layout, layers=(*full, num_layers - sum(full)))
     layers = balanced_layers(searched.model, layout, searched.packs_of(layout), searched.machine)
     if len(set(layers)) > 1:
         yield {**stage_keys(layers), CHUNK: None}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.gpus import Gpu
-from llava_mcore.plan.layout import Layout
+from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.model import Model
 from llava_mcore.plan.parameters import adapted_sizes
 from llava_mcore.plan.work import Work
@@ -27,11 +27,13 @@ class Machine:
     def product(self, rows: float, inputs: float, outputs: float, *, fp8: bool = False) -> float:
         """Return the seconds of a product of [rows, inputs] and [inputs, outputs]."""
         peak = self.gpu.fp8 if fp8 and self.gpu.fp8 else self.gpu.bf16
-        most, half = (self.fit.products_fp8, self.fit.half_size_fp8) if fp8 else (self.fit.products, self.fit.half_size)
+        largest, half = (
+            (self.fit.products_fp8, self.fit.half_size_fp8) if fp8 else (self.fit.products, self.fit.half_size)
+        )
         shortest = min(rows, inputs, outputs)
         if shortest <= 0:
             return 0.0
-        return 2 * rows * inputs * outputs / (peak * most * shortest / (shortest + half))
+        return 2 * rows * inputs * outputs / (peak * largest * shortest / (shortest + half))
 
     def attention(self, flops: float, length: float) -> float:
         """Return the seconds of attention whose products take so many FLOPs. `length`: of the samples."""
@@ -79,13 +81,13 @@ class Pass:
         return Pass(*(factor * x for x in vars(self).values()))
 
 
-def flows_below(layout: Layout, part: str) -> bool:
+def flows_below(layout: RunLayout, part: str) -> bool:
     """Return whether gradients must pass through a part to something that is trained below it."""
     tower = layout.trains_tower or layout.adapter.vision > 0
     return tower if part == "projection" else tower or layout.trains_projection or layout.adapter.projection > 0
 
 
-def stage_passes(model: Model, layout: Layout, work: Work, stage: int, machine: Machine) -> tuple[Pass, Pass]:
+def stage_passes(model: Model, layout: RunLayout, work: Work, stage: int, machine: Machine) -> tuple[Pass, Pass]:
     """Return the forward and the backward pass of a stage."""
     layers = layout.layers[stage]
     forward, backward = _decoder_layer(model, layout, work, machine, is_first=stage == 0)
@@ -100,7 +102,7 @@ def stage_passes(model: Model, layout: Layout, work: Work, stage: int, machine: 
     return _at_least(forward, host[0]), _at_least(backward, host[1])
 
 
-def host_passes(model: Model, layout: Layout, stage: int, fit: Efficiency) -> tuple[float, float]:
+def host_passes(model: Model, layout: RunLayout, stage: int, fit: Efficiency) -> tuple[float, float]:
     """Return the time in which the host starts the kernels of both passes: it runs ahead of the GPU inside a pass."""
     decoder = layout.layers[stage] * fit.host_layer
     decoder *= fit.host_graph if layout.graphs else 1.0 + fit.host_fp8 * (layout.fp8 != "none")
@@ -114,7 +116,9 @@ def host_passes(model: Model, layout: Layout, stage: int, fit: Efficiency) -> tu
     return forward, backward
 
 
-def _decoder_layer(model: Model, layout: Layout, work: Work, machine: Machine, *, is_first: bool) -> tuple[Pass, Pass]:
+def _decoder_layer(
+    model: Model, layout: RunLayout, work: Work, machine: Machine, *, is_first: bool
+) -> tuple[Pass, Pass]:
     """Return both passes of one layer."""
     d, tp, tokens, fp8 = model.decoder, layout.tp, work.computed, layout.fp8 != "none"
     trained, lora = layout.trains_language, layout.adapter.language
@@ -161,7 +165,7 @@ def _decoder_layer(model: Model, layout: Layout, work: Work, machine: Machine, *
     return forward, backward
 
 
-def _recomputed(model: Model, layout: Layout, forward: Pass) -> Pass:
+def _recomputed(model: Model, layout: RunLayout, forward: Pass) -> Pass:
     """Return the part of a forward pass that the backward pass repeats."""
     if layout.recompute == "full":
         block = layout.recompute_block
@@ -177,7 +181,7 @@ def _at_least(computed: Pass, host: float) -> Pass:
     return computed + Pass(host=max(0.0, host - computed.total))
 
 
-def _restoring(model: Model, layout: Layout, machine: Machine) -> float:
+def _restoring(model: Model, layout: RunLayout, machine: Machine) -> float:
     """Return the time in which frozen matrices are restored from 4 or 8 bits, for each pass."""
     if layout.adapter.quantize == "none" or layout.fp8 != "none":
         return 0.0
@@ -185,7 +189,7 @@ def _restoring(model: Model, layout: Layout, machine: Machine) -> float:
     return machine.moved(weights * (0.6 + 2) * 2 if layout.adapter.quantize == "nf4" else weights * (1 + 2) * 1.5)
 
 
-def _tower(model: Model, layout: Layout, work: Work, machine: Machine) -> tuple[Pass, Pass]:
+def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tuple[Pass, Pass]:
     """Return both passes of tower and connector."""
     t, tp = model.tower, 1 if layout.whole_towers else layout.tp
     positions = work.positions / (layout.tp if layout.whole_towers else 1)
@@ -228,7 +232,7 @@ def _tower(model: Model, layout: Layout, work: Work, machine: Machine) -> tuple[
     return Pass(tower=forward + connector), Pass(tower=backward + connector * (float(trains) + float(below)))
 
 
-def _output(model: Model, layout: Layout, work: Work, machine: Machine) -> Pass:
+def _output(model: Model, layout: RunLayout, work: Work, machine: Machine) -> Pass:
     """Return the output layer with its loss, both passes of it: three products, and fp32 logits twice."""
     d, tp = model.decoder, layout.tp
     rows = layout.padded_vocab(d.vocab) / tp

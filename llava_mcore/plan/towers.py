@@ -6,7 +6,7 @@ from math import isqrt
 from typing import Any
 
 from llava_mcore.plan.defaults import PERCEIVER, Values
-from llava_mcore.plan.model import Connector, Decoder, Product, Tower
+from llava_mcore.plan.model import ConnectorShape, Decoder, LinearShape, Tower
 
 _PADDED = 128
 """Qwen-VL's towers have MLPs padded to a multiple of this (`models.vision.encoder_layers.padded_width`)."""
@@ -15,23 +15,23 @@ _QWEN = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_5_vis
 _POST_NORM = ("idefics2_vision", "idefics3_vision", "smolvlm_vision")
 
 
-def read_tower(kind: str, vision: Values, whole: Values) -> Tower:
-    """Return a tower's sizes. `vision`, `whole`: its section of config.json, and the top level."""
+def read_tower(kind: str, vision: Values, top_level: Values) -> Tower:
+    """Return a tower's sizes. `vision`, `top_level`: its section of config.json, and the top level."""
     if kind in _QWEN:
         return _qwen(kind, vision)
     if kind == "qwen2_audio_encoder":
         return _audio(vision)
-    return _vit(kind, vision, whole)
+    return _vit(kind, vision, top_level)
 
 
 def _side(value: Any) -> int:
     return int(value[0] if isinstance(value, list | tuple) else value)
 
 
-def _vit(kind: str, vision: Values, whole: Values) -> Tower:
+def _vit(kind: str, vision: Values, top_level: Values) -> Tower:
     """CLIP, SigLIP, DINOv2, InternViT, and the SigLIPs of Idefics."""
     h, layers = int(vision["hidden_size"]), int(vision["num_hidden_layers"])
-    chosen = whole.get("vision_feature_layer", -1)
+    chosen = top_level.get("vision_feature_layer", -1)
     used = max(i if i >= 0 else layers + 1 + i for i in (chosen if isinstance(chosen, list | tuple) else [chosen]))
     side, patch = _side(vision["image_size"]), _side(vision["patch_size"])
     patches, values = (side // patch) ** 2, int(vision["num_channels"]) * patch**2
@@ -50,7 +50,7 @@ def _vit(kind: str, vision: Values, whole: Values) -> Tower:
     packed = kind == "idefics2_vision"
     return Tower(
         kind,
-        num_layers=used if "vision_feature_layer" in whole else layers,
+        num_layers=used if "vision_feature_layer" in top_level else layers,
         all_layers=layers,
         hidden=h,
         ffn=ffn,
@@ -63,7 +63,7 @@ def _vit(kind: str, vision: Values, whole: Values) -> Tower:
         small=ends,
         layer_small=biases + 2 * norm + scales + head_norms,
         image_side=side,
-        keeps_class_token=before > 0 and whole.get("vision_feature_select_strategy", "default") != "default",
+        keeps_class_token=before > 0 and top_level.get("vision_feature_select_strategy", "default") != "default",
         padded_ffn=ffn,
     )
 
@@ -118,51 +118,55 @@ def _audio(audio: Values) -> Tower:
     )
 
 
-def read_connector(kind: str, tower: Tower, decoder: Decoder, whole: Values, inner: int) -> Connector:
+def read_connector(kind: str, tower: Tower, decoder: Decoder, top_level: Values, inner: int) -> ConnectorShape:
     """Return the sizes of the connector of a class. `inner`: connectors of the tower's inner layers beside it."""
     w, h = tower.hidden, decoder.hidden
-    layer = whole.get("vision_feature_layer", -1)
+    layer = top_level.get("vision_feature_layer", -1)
     w *= len(layer) if isinstance(layer, list | tuple) else 1
     # As a share of the positions of a tile: the connector does not see a dropped class token.
     before = tower.positions - isqrt(max(0, tower.positions)) ** 2 if tower.positions else 0
     seen = 1.0 if not tower.positions or tower.keeps_class_token else 1 - min(1, before) / tower.positions
     if kind in ("llava", "llava_next", "llava_onevision"):
         newline = h if kind != "llava" else 0
-        bias = 2 * h if whole.get("multimodal_projector_bias", True) else 0
-        return Connector((Product(w, h, seen), Product(h, h, seen)), bias + newline, h)
+        bias = 2 * h if top_level.get("multimodal_projector_bias", True) else 0
+        return ConnectorShape((LinearShape(w, h, seen), LinearShape(h, h, seen)), bias + newline, h)
     if kind == "qwen2_audio":
-        return Connector((Product(w, h, 0.5),), h, h)
+        return ConnectorShape((LinearShape(w, h, 0.5),), h, h)
     if kind == "idefics2":
-        return _perceiver(tower, decoder, whole)
+        return _perceiver(tower, decoder, top_level)
     if kind in ("idefics3", "smolvlm"):
-        square = int(whole["scale_factor"]) ** 2
-        return Connector((Product(w * square, h, 1 / square),), 0, h)
+        square = int(top_level["scale_factor"]) ** 2
+        return ConnectorShape((LinearShape(w * square, h, 1 / square),), 0, h)
     if kind == "internvl":
-        square = round(1 / float(whole["downsample_ratio"])) ** 2
+        square = round(1 / float(top_level["downsample_ratio"])) ** 2
         wide = w * square
-        return Connector((Product(wide, h, seen / square), Product(h, h, seen / square)), 2 * wide + 2 * h, h)
+        return ConnectorShape(
+            (LinearShape(wide, h, seen / square), LinearShape(h, h, seen / square)), 2 * wide + 2 * h, h
+        )
     wide = w * tower.merged
     # Norm before the merge; Qwen3-VL's inner mergers have it after.
     norm = w if kind == "qwen2_5_vl" else 2 * w
     share = 1 / tower.merged
     small = wide + h + norm + (inner * 2 * (wide - w) / (1 + inner) if inner else 0)
-    return Connector((Product(wide, wide, share), Product(wide, h, share)), round(small), wide, repeated=1 + inner)
+    return ConnectorShape(
+        (LinearShape(wide, wide, share), LinearShape(wide, h, share)), round(small), wide, repeated=1 + inner
+    )
 
 
-def _perceiver(tower: Tower, decoder: Decoder, whole: Values) -> Connector:
+def _perceiver(tower: Tower, decoder: Decoder, top_level: Values) -> ConnectorShape:
     """Idefics2's: a gated MLP at the patches, then latents of each picture that read it."""
-    values = PERCEIVER | {key: x for key, x in (whole.get("perceiver_config") or {}).items() if x is not None}
+    values = PERCEIVER | {key: x for key, x in (top_level.get("perceiver_config") or {}).items() if x is not None}
     h, f, latents = decoder.hidden, decoder.ffn, int(values["resampler_n_latents"])
     depth = int(values["resampler_depth"])
     queries = int(values["resampler_n_heads"]) * int(values["resampler_head_dim"])
     keys = int(values["num_key_value_heads"]) * int(values["resampler_head_dim"])
-    products = [Product(tower.hidden, 2 * f), Product(f, h)]
+    products = [LinearShape(tower.hidden, 2 * f), LinearShape(f, h)]
     for _ in range(depth):
         products += [
-            Product(h, queries + 0, latents, "picture"),
-            Product(h, 2 * keys),
-            Product(queries, h, latents, "picture"),
-            Product(h, 8 * h, latents, "picture"),
-            Product(4 * h, h, latents, "picture"),
+            LinearShape(h, queries + 0, latents, "picture"),
+            LinearShape(h, 2 * keys),
+            LinearShape(queries, h, latents, "picture"),
+            LinearShape(h, 8 * h, latents, "picture"),
+            LinearShape(4 * h, h, latents, "picture"),
         ]
-    return Connector(tuple(products), latents * h + depth * 3 * h + h, 4 * h, latents=latents)
+    return ConnectorShape(tuple(products), latents * h + depth * 3 * h + h, 4 * h, latents=latents)

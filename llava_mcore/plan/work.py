@@ -59,9 +59,9 @@ def like_llava(sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> list[Sample]
     """Return samples like those of LLaVA's mix: nine of ten have a picture, and answers are short but for a few."""
     draw = random.Random(0)
     samples = []
-    for number in range(NUM_SAMPLES):
+    for index in range(NUM_SAMPLES):
         answer = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
-        pictures = (sizes[number % len(sizes)],) if draw.random() < 0.9 else ()
+        pictures = (sizes[index % len(sizes)],) if draw.random() < 0.9 else ()
         samples.append(Sample(text=34 + answer, trained=answer + 2, pictures=pictures))
     return samples
 
@@ -74,7 +74,7 @@ def spoken(shortest: float = 2.0, longest: float = 16.0, tokens_per_second: floa
 
 
 @dataclass(frozen=True)
-class Packs:
+class PackWork:
     """The work of packs of a sequence's length, or of single samples: the mean, and those that take most memory: the
     pack with most positions of the tower, and the one with most trained tokens."""
 
@@ -82,7 +82,7 @@ class Packs:
     peaks: tuple[Work, Work]
 
 
-def packs_of(works: Sequence[Work], seq_length: int, *, packing: bool) -> Packs:
+def packs_of(works: Sequence[Work], seq_length: int, *, packing: bool) -> PackWork:
     """Put samples into packs, or leave them alone; longer ones are left out, as in training.
 
     Raises:
@@ -91,12 +91,12 @@ def packs_of(works: Sequence[Work], seq_length: int, *, packing: bool) -> Packs:
     short = [x for x in works if x.tokens <= seq_length]
     if not short:
         raise ValueError(f"the shortest sample has {min(x.tokens for x in works):.0f} tokens")
-    whole = list(_packed(short, seq_length)) if packing else short
+    packs = list(_packed(short, seq_length)) if packing else short
     total = Work()
-    for item in whole:
+    for item in packs:
         total += item
-    most = max(whole, key=lambda x: (x.positions, x.tokens)), max(whole, key=lambda x: (x.trained, x.tokens))
-    return Packs(total.times(1 / len(whole)), most)
+    peaks = max(packs, key=lambda x: (x.positions, x.tokens)), max(packs, key=lambda x: (x.trained, x.tokens))
+    return PackWork(total.times(1 / len(packs)), peaks)
 
 
 def _packed(works: Sequence[Work], seq_length: int) -> Iterator[Work]:

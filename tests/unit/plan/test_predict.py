@@ -11,10 +11,10 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.plan.balance import balanced_layers
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.gpus import GIB, GPUS
-from llava_mcore.plan.layout import Layout, layout_of
+from llava_mcore.plan.layout import RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
 from llava_mcore.plan.memory import layer_bytes
-from llava_mcore.plan.model import Connector, Decoder, Model, Product, Tower
+from llava_mcore.plan.model import ConnectorShape, Decoder, LinearShape, Model, Tower
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.work import Sample, like_llava
@@ -25,18 +25,18 @@ TOWER = Tower(
     positions=577, patch_values=588, embedding=588 * 1024, small=577 * 1024 + 3 * 1024, layer_small=13 * 1024,
     image_side=336, padded_ffn=4096,
 )  # fmt: skip
-MODEL = Model("llava", DECODER, TOWER, Connector((Product(1024, 4096), Product(4096, 4096)), 8192, 4096))
+MODEL = Model("llava", DECODER, TOWER, ConnectorShape((LinearShape(1024, 4096), LinearShape(4096, 4096)), 8192, 4096))
 """LLaVA-1.5-7B."""
 H200 = Machine(GPUS["h200"], Efficiency())
 
 
-def layout(world: int = 2, **flags: Any) -> Layout:
+def layout(world: int = 2, **flags: Any) -> RunLayout:
     common = {"data.packing": True, "data.seq_length": 4096, "training.micro_batch_size": 2}
     common |= {"training.global_batch_size": 96, "parallel.use_distributed_optimizer": True}
     return layout_of(load_run_config(None, (), common | flags), world, DECODER.num_layers)
 
 
-def predicted(chosen: Layout, model: Model = MODEL) -> Prediction:
+def predicted(chosen: RunLayout, model: Model = MODEL) -> Prediction:
     return predict(model, chosen, packs_for(model, chosen, like_llava()), H200)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from megatron.energon import Cooker, Sample, TaskEncoder, WorkerConfig, get_train_dataset, stateless
 
+from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat
@@ -69,7 +70,7 @@ def our_batches(path: Path, data: DataConfig, encoder: ChatTaskEncoder) -> Itera
     datasets = open_datasets(path, max_sample_bytes=data.max_sample_bytes)
     mixture = mixture_of(datasets, data, num_streams=1, seed=1)
     reader = open_reader(data, datasets, encoder)
-    yield from open_streams([0], mixture, data, reader, batch_size=1, batches_per_iteration=1)[0]
+    yield from open_streams([0], mixture, data, reader, batch_size=1, global_batch_sizes=BatchSizes.of(1, None))[0]
 
 
 def energon_batches(path: Path, encoder: ChatTaskEncoder, buffer_size: int) -> Iterator[Batch]:

@@ -81,10 +81,16 @@ class TarSamples(Dataset[tuple[Tensor, str]]):
         return os.pread(self._files[shard], size, offset)
 
 
+@stateless
+def parts(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return what energon passes on of a sample of a shard."""
+    return {**basic_sample_keys(sample), "0.jpg": sample["0.jpg"], "json": sample["json"]}
+
+
 class Pictures(DefaultTaskEncoder):
     """energon's steps: cook, encode, stack."""
 
-    cookers = (Cooker(lambda sample: {**basic_sample_keys(sample), "0.jpg": sample["0.jpg"], "json": sample["json"]}),)
+    cookers = (Cooker(parts),)
     decoder = None
 
     @stateless

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from llava_mcore.dedup.scan import Library, ScanResult
 
 SHOWN_REASONS = 5
-NO_LIBRARIES = "dedup needs datasketch and imagehash: pip install 'llava-mcore[dedup]'"
+NO_LIBRARIES = "dedup needs datasketch: pip install 'llava-mcore[dedup]'"
+
+
+def _path(text: str) -> Path | str:
+    """Return the path of a dataset: a URL stays as it is."""
+    return text if "://" in text else Path(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,10 +34,11 @@ def parser() -> argparse.ArgumentParser:
         "find training samples that an evaluation set has too. With --exclude, training leaves them out: their names "
         "go into split.yaml, and no shard is written.",
     )
-    p.add_argument("--data-path", type=Path, nargs="+", required=True, metavar="PATH", help="prepared data or blends")
+    help_of_path = "prepared data or blends, also in object stores"
+    p.add_argument("--data-path", type=_path, nargs="+", required=True, metavar="PATH", help=help_of_path)
     p.add_argument("--split", default="train", help="the part of the data (default train)")
     help_of_against = "prepared evaluation data: only samples that it has too are found"
-    p.add_argument("--against", type=Path, nargs="+", metavar="PATH", help=help_of_against)
+    p.add_argument("--against", type=_path, nargs="+", metavar="PATH", help=help_of_against)
     p.add_argument("--against-split", default="train", help="the part of the evaluation data (default train)")
     help_of_match = "what two samples must share: all images and the text (default), one image, or the text"
     p.add_argument("--match", choices=("sample", "image", "text"), default="sample", help=help_of_match)
@@ -55,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         from llava_mcore.dedup.report import exclude, names_to_exclude, write_report
         from llava_mcore.dedup.scan import Library, scan
     except ModuleNotFoundError as error:
-        if error.name not in ("datasketch", "imagehash"):
+        if error.name != "datasketch":
             raise
         raise ConfigError(NO_LIBRARIES) from error
 
@@ -89,7 +95,7 @@ def _summary(
     scanned: ScanResult,
     groups: Sequence[DuplicateGroup],
     library: Library,
-    names: dict[Path, list[str]],
+    names: dict[str, list[str]],
     args: argparse.Namespace,
 ) -> list[str]:
     num_exact = sum(x.exact for group in groups for x in group.duplicates)

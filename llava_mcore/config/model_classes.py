@@ -8,6 +8,8 @@ files name classes before anything is loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,9 @@ MODEL_CLASSES = {
     "qwen2_audio": ModelClass("Qwen2AudioForConditionalGeneration", "qwen2_audio.Qwen2Audio"),
 }
 """By model_type. `build` takes the first class that has the connector asked for."""
+
+
+def instance(package: str, path: str) -> Any:
+    """Return an object of a row's class. `path`: its file in the package, and its name."""
+    file, _, name = path.partition(".")
+    return getattr(import_module(f"{package}.{file}"), name)()

@@ -68,7 +68,7 @@ def import_hf(
         ConversionError, ConfigError: nothing was written, or it was removed again.
     """
     hf_dir, megatron_dir = Path(hf_dir), Path(megatron_dir)
-    tp, pp = tensor_parallel, pipeline_parallel
+    tp, pp, name = tensor_parallel, pipeline_parallel, None if dtype is None else str(dtype).removeprefix("torch.")
     # 1. Config and headers of the folder: the model is known, and tp x pp divides it.
     require_absent(megatron_dir, activity="the import")
     hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
@@ -87,11 +87,9 @@ def import_hf(
             # 5. The bytes: threads transform, hash and write one file after the other.
             write = functools.partial(run_with_progress, "import", write_file, workers=workers)
             streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
-            digests = streamed.digests
-            digests |= {copy: digests[original] for copy, original in table.copies.items()}
+            digests = streamed.digests | {copy: streamed.digests[x] for copy, x in table.copies.items()}
             # 6. What belongs to the weights: config, tokenizer, unused tensors, the manifest, checksums.
             digests |= _write_companions(hf, folder, table, checkpoint, tp=tp, pp=pp)
-            name = None if dtype is None else str(dtype).removeprefix("torch.")
             manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
             write_manifest(layout.hf_folder(checkpoint), manifest)
             write_checksums(checkpoint, streamed.checksums)

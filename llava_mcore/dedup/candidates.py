@@ -15,7 +15,7 @@ Match = Literal["sample", "image", "text"]
 """Part that two samples must share: everything, one image, or the text."""
 BAND_BYTES = 2
 """Hashes with an equal band of 16 bits are compared. Of 16 bands, one is equal if up to 15 bits differ."""
-MAX_BITS = 40
+MAX_BITS = 36
 """Bits of 256 that hashes of the same image may differ in; images are compared themselves afterwards."""
 LARGEST_BUCKET = 200
 """Hashes of nearly empty images fill some buckets; of a larger one, each is compared with the first ones only."""

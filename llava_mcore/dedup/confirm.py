@@ -14,11 +14,18 @@ from llava_mcore.data.samples import ChatSample
 from llava_mcore.dedup.candidates import TEXT_THRESHOLD, Match
 from llava_mcore.dedup.signature import SamplePlace, images_of, jaccard, text_of
 
-SIDE, BLOCKS = 64, 8
-"""Images are compared as SIDE x SIDE pixels, in BLOCKS x BLOCKS blocks."""
-MAX_DIFFERENCE, MAX_BLOCK_DIFFERENCE = 0.03, 0.08
-"""Mean difference of color values from 0 to 1, over the image and over any block. JPEG at quality 30 and halving the
-size stay below; another expression of the same emoji face does not."""
+SIDE, BLOCKS = 32, 8
+"""Images are compared as SIDE x SIDE pixels, in BLOCKS x BLOCKS blocks; with finer ones, copies of thin lines differ."""
+MAX_DIFFERENCE = 0.05
+"""Mean difference of color values from 0 to 1."""
+MAX_RELATIVE = 0.35
+"""Root of the mean squared difference, as a fraction of the image's own standard deviation: drawings of few lines have
+small differences whatever they show."""
+MAX_IN_BLOCK, MAX_SPREAD = 0.05, 2.5
+"""A block may differ by MAX_IN_BLOCK, and by MAX_SPREAD times the mean difference. What resizing and compressing change
+is everywhere; another mouth of the same emoji is in one block. Chosen by `benchmarks.dedup_planted`."""
+LEAST_DEVIATION = 0.02
+"""That of an image of one color: noise of compressing it is no difference."""
 MAX_ASPECT = 1.05
 """Ratio of two images' aspect ratios."""
 CACHED = 256
@@ -69,23 +76,32 @@ class Small:
     pixels: NDArray[np.float32]
     """[SIDE, SIDE, 3], from 0 to 1."""
     aspect: float
+    deviation: float
+    """Standard deviation of the pixels from the mean color, at least LEAST_DEVIATION."""
 
 
 def difference(one: Small, other: Small) -> float | None:
-    """Return the mean difference of two images if they are the same, from 0 to 1; else None."""
+    """Return the mean difference of two images, from 0 to 1, if they are the same; else None."""
     if max(one.aspect / other.aspect, other.aspect / one.aspect) > MAX_ASPECT:
         return None
     differing = np.abs(one.pixels - other.pixels)
+    mean = float(differing.mean())
+    if mean > MAX_DIFFERENCE or _rms(differing) > MAX_RELATIVE * max(one.deviation, other.deviation):
+        return None
     width = SIDE // BLOCKS
     blocks = differing.reshape(BLOCKS, width, BLOCKS, width, 3).mean(axis=(1, 3, 4))
-    mean = float(differing.mean())
-    return mean if mean <= MAX_DIFFERENCE and blocks.max() <= MAX_BLOCK_DIFFERENCE else None
+    return mean if blocks.max() <= MAX_IN_BLOCK + MAX_SPREAD * mean else None
 
 
 def small(image: Image.Image) -> Small:
     """Return an image as it is compared."""
     pixels = np.asarray(image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX)).astype(np.float32)
-    return Small(pixels / np.float32(255), image.width / image.height)
+    pixels /= np.float32(255)
+    return Small(pixels, image.width / image.height, max(_rms(pixels - pixels.mean(axis=(0, 1))), LEAST_DEVIATION))
+
+
+def _rms(values: NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.square(values).mean()))
 
 
 def _contents(read: Callable[[SamplePlace], ChatSample], place: SamplePlace) -> tuple[str, list[Small]]:

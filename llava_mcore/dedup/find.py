@@ -53,14 +53,18 @@ def find_groups(
         how |= dict.fromkeys(((group[0], other) for other in group[1:]), None)
     if not only_exact:
         joined = _Joined(len(signatures), how)
+        compared = set[Pair]()
         for a, b in candidate_pairs(signatures, match):
             if num_reference and (a >= num_reference or b < num_reference):
                 continue
-            if joined.root(a) != joined.root(b):
-                confirmed = confirmer.compare(signatures[a].place, signatures[b].place)
+            # Compared with the sample that stays: in a chain of slightly different ones, the ends are not the same.
+            first, other = sorted((joined.root(a), joined.root(b)))
+            if first != other and (first, other) not in compared:
+                compared.add((first, other))
+                confirmed = confirmer.compare(signatures[first].place, signatures[other].place)
                 if confirmed is not None:
-                    how[a, b] = confirmed
-                    joined.join(a, b)
+                    how[first, other] = confirmed
+                    joined.join(first, other)
             on_pair()
     return _groups(signatures, how, num_reference)
 

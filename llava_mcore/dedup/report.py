@@ -117,24 +117,30 @@ def sheet(groups: Sequence[DuplicateGroup], library: Library) -> Image.Image:
     return result
 
 
-def names_to_exclude(groups: Sequence[DuplicateGroup], library: Library) -> dict[Path, list[str]]:
-    """Return the names of all duplicates as split.yaml lists them, by dataset."""
-    names: dict[Path, list[str]] = defaultdict(list)
+def names_to_exclude(groups: Sequence[DuplicateGroup], library: Library) -> dict[str, list[str]]:
+    """Return the names of all duplicates as split.yaml lists them, by the dataset's path."""
+    names: dict[str, list[str]] = defaultdict(list)
     for group in groups:
         for x in group.duplicates:
-            names[Path(library.datasets[x.place.dataset].path)].append(f"{x.place.shard}/{x.place.key}")
+            names[library.datasets[x.place.dataset].path].append(f"{x.place.shard}/{x.place.key}")
     return dict(names)
 
 
-def exclude(names: dict[Path, list[str]], split_file: str = "split.yaml") -> None:
+def exclude(names: dict[str, list[str]], split_file: str = "split.yaml") -> None:
     """Add names to the `exclude` list of each dataset's split.yaml; the shards stay as they are.
 
     Raises:
-        DataError: a file cannot be read, or a name has braces or commas, which energon would expand.
+        DataError: a file cannot be read, a dataset is in an object store or is one file, or a name has braces, which
+            energon would expand.
     """
     contents: dict[Path, str] = {}
     for dataset, added in names.items():
-        file = dataset / ".nv-meta" / split_file
+        if "://" in dataset or Path(dataset).is_file():
+            raise DataError(
+                f"{dataset} is not a folder on this machine, so nothing is excluded: leave out --exclude, and take the "
+                f"samples that {LIST} lists out of it where it was made (`exclude` in its split.yaml, if it has one)"
+            )
+        file = Path(dataset) / ".nv-meta" / split_file
         odd = [name for name in added if set(name) & set("{}")]
         if odd:
             raise DataError(f"{dataset}: energon would expand the braces of {odd[0]!r}, so it cannot be excluded")

@@ -26,7 +26,7 @@ CHUNK = 64
 class Library:
     """All datasets of some data paths, with a number for each."""
 
-    def __init__(self, paths: Sequence[Path], split: str) -> None:
+    def __init__(self, paths: Sequence[Path | str], split: str) -> None:
         """Open the datasets. DataError if one is not prepared, or does not have this part."""
         self.datasets: list[Dataset] = []
         for path in paths:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL.Image import Image
 from torch import Tensor
 from transformers import BaseImageProcessor
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
@@ -34,7 +33,7 @@ from llava_mcore.media.batch_fields import (
     Field,
     Fields,
 )
-from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Size, VideoShape
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Picture, Size, VideoShape
 
 NEXT_FIELDS: Fields = dict(IMAGE_FIELDS) | {
     FEATURE_ROWS: Field((torch.int64,), index_of="features"),
@@ -112,7 +111,7 @@ class AnyResPlan(MediaPlan):
         return MediaBudget(self.num_base + tokens, (1 + tiles) * self.num_base)
 
     def pixels(
-        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles [tiles, 3, h, w] of pictures; only base views if their tokens say so."""
 

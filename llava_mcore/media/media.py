@@ -22,6 +22,8 @@ from transformers import (
 
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, IMAGE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 
+Picture = Image | Tensor
+"""A decoded picture, RGB: Pillow's, or uint8 [3, height, width]."""
 Size = tuple[int, int]
 """Height and width of a picture in pixels, after its EXIF rotation."""
 
@@ -176,7 +178,7 @@ class MediaPlan(ABC):
     """Changes to the text around pictures; the tokens of a picture are only those that replace its placeholder."""
 
     def pixels(
-        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles [tiles, 3, h, w] of some pictures of one conversation, by its image processor.
 

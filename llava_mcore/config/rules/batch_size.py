@@ -75,6 +75,17 @@ class BatchSizes:
                 break
         return iterations
 
+    def iterations_between(self, first: int, last: int) -> float:
+        """Return how many iterations, and parts of them, consume the samples from `first` to `last`."""
+        return self._iterations_of(last) - self._iterations_of(first)
+
+    def _iterations_of(self, samples: float) -> float:
+        iterations = 0.0
+        for num_iterations, size in self._intervals():
+            taken = samples / size if num_iterations is None else min(float(num_iterations), samples / size)
+            iterations, samples = iterations + taken, samples - taken * size
+        return iterations
+
     def _intervals(self) -> list[tuple[int | None, int]]:
         """Return (iterations, size) of every run of equal sizes; None: all remaining iterations."""
         consumed, intervals = 0, []

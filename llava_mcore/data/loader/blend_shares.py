@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from llava_mcore.config.sections.data import BlendWeights
-from llava_mcore.data.loader.datasets import Dataset
+from llava_mcore.data.loader.datasets import MAX_EPOCHS, Dataset
 from llava_mcore.data.order.mixture import Schedule, Share, WeightPoint, check_shares
 from llava_mcore.errors import DataError, problems
 
-FACTOR, MAX_EPOCHS = "weight_factor", "max_epochs"
+FACTOR = "weight_factor"
 UNITS = ("iterations", "tokens")
 MANIFEST = "manifest.json"
 

@@ -48,6 +48,8 @@ OPEN_ERRORS = (
 """Errors that energon raises for an invalid dataset.yaml, split.yaml or blend."""
 
 
+MAX_EPOCHS = "max_epochs"
+"""Our own key of a dataset in a blend: passes after which it is left out."""
 NO_EPOCHS = "give training.epoch_samples=N, or --train-iters or --train-samples in place of --train-epochs"
 
 
@@ -150,6 +152,12 @@ def samples_per_epoch(path: Path | str) -> int:
         datasets = _listed(path, SPLIT)
         if any(one.weight is not None for one in datasets):
             raise DataError(f"{path} is a blend by weights, which has no epochs: {NO_EPOCHS}")
+        limited = [str(one.dataset.path) for one in datasets if MAX_EPOCHS in (one.dataset.subflavors or {})]
+        if limited:
+            raise DataError(
+                f"{path} has no epochs of one length: {MAX_EPOCHS} leaves {', '.join(limited)} out after some. Remove "
+                f"{MAX_EPOCHS}, or {NO_EPOCHS}"
+            )
         return round(sum(_count(one.dataset) * float(one.repetitions or 1) for one in datasets))
 
 

@@ -4,16 +4,92 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.encode.augment import Augmentation
 from llava_mcore.data.loader.blend_shares import shares_of
-from llava_mcore.data.loader.datasets import Dataset
+from llava_mcore.data.loader.datasets import Dataset, open_datasets, short_names
+from llava_mcore.data.loader.sample_problems import Skips
 from llava_mcore.data.loader.sample_reader import MOST_IN_A_ROW, SampleReader
 from llava_mcore.data.loader.stream import Packing, Stream
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
+from llava_mcore.data.loader.turns import default_num_streams, streams_of_rank
 from llava_mcore.data.order.mixture import Progress
 from llava_mcore.data.order.stream_order import ChosenSample, Mixture, StreamOrder
+
+
+@dataclass(frozen=True)
+class RankReads:
+    """What one data-parallel rank reads: which part of the data, and in which batches."""
+
+    dp_rank: int
+    dp_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+    """Micro-batches of this rank per step."""
+    batch_sizes: BatchSizes
+    """Global batch sizes over the run."""
+    seed: int
+    pad_multiple: int
+    """The number of tokens of a micro-batch is padded to a multiple of this."""
+
+
+class OpenedData(NamedTuple):
+    """The data of a run, opened on one rank."""
+
+    dataset_names: list[str]
+    """Names of a blend's datasets, for the log; empty for a single dataset."""
+    num_streams: int
+    """Streams that the data is divided into, over all ranks."""
+    streams: dict[int, Stream]
+    """This rank's streams, at the beginning."""
+
+
+def open_training(
+    data: DataConfig,
+    assets: Assets,
+    rank: RankReads,
+    augmentation: Augmentation | None,
+    *,
+    num_streams: int | None,
+) -> OpenedData:
+    """Open the datasets of a run and a rank's streams of them; no sample is read yet.
+
+    Args:
+        num_streams: as a saved position or `data.num_streams` says; None for the default for this many samples.
+
+    Raises:
+        DataError: the data cannot be opened, or a weight of the blend is not valid.
+    """
+    assert data.path is not None
+    datasets = open_datasets(data.path, max_sample_bytes=data.max_sample_bytes)
+    num_streams = num_streams or default_num_streams(sum(x.num_samples for x in datasets))
+    of_blend = len(datasets) > 1
+
+    # The reader encodes samples for all streams of this rank.
+    mixture = mixture_of(datasets, data, num_streams=num_streams, seed=rank.seed)
+    encoder = ChatTaskEncoder(
+        data,
+        assets,
+        Skips(stop_if_too_long=data.on_too_long == "error"),
+        seed=rank.seed,
+        pad_multiple=rank.pad_multiple,
+        augmentation=augmentation,
+        of_blend=of_blend,
+    )
+    streams = open_streams(
+        streams_of_rank(num_streams, rank.dp_rank, rank.dp_size),
+        mixture,
+        data,
+        open_reader(data, datasets, encoder),
+        batch_size=rank.micro_batch_size,
+        global_batch_sizes=rank.batch_sizes,
+    )
+    return OpenedData(short_names([x.path for x in datasets]) if of_blend else [], num_streams, streams)
 
 
 def mixture_of(datasets: Sequence[Dataset], data: DataConfig, *, num_streams: int, seed: int) -> Mixture:
@@ -64,19 +140,23 @@ def open_streams(
     reader: SampleReader,
     *,
     batch_size: int,
-    batches_per_iteration: int,
+    global_batch_sizes: BatchSizes,
 ) -> dict[int, Stream]:
     """Return some of the streams of endless data, by their numbers.
 
     Args:
         batch_size: rows of a micro-batch.
-        batches_per_iteration: micro-batches of a global batch, for weights that change over iterations.
+        global_batch_sizes: over the run, for weights that change over iterations.
     """
     common: dict[str, Any] = {"batch_size": batch_size, "packing": packing_of(data)}
-    per_round = mixture.num_streams / batches_per_iteration
     streams = mixture.num_streams
+    rows = streams * batch_size  # of all streams' next batches
+
+    def iterations_after(num_batches: int) -> float:
+        return global_batch_sizes.iterations_between(num_batches * rows, (num_batches + 1) * rows)
+
     return {
-        n: Stream(StreamOrder(mixture, n), reader, iterations_per_batch=per_round, num_streams=streams, **common)
+        n: Stream(StreamOrder(mixture, n), reader, iterations_after=iterations_after, num_streams=streams, **common)
         for n in indices
     }
 

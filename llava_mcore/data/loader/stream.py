@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -69,7 +69,7 @@ class Stream:
         batch_size: int,
         packing: Packing | None,
         num_streams: int = 1,
-        iterations_per_batch: float = 0,
+        iterations_after: Callable[[int], float] = lambda num_batches: 0.0,
     ) -> None:
         """Start at the beginning; nothing is read yet.
 
@@ -77,7 +77,8 @@ class Stream:
             batch_size: rows of a batch.
             packing: None if a row is one sample.
             num_streams: streams of the run, which all have about as many tokens.
-            iterations_per_batch: iterations between two batches of a stream.
+            iterations_after: iterations between a batch of a stream and the next one; its argument is their number
+                before.
         """
         self._order, self._reader = order, reader
         self._batch_size, self._packing = batch_size, packing
@@ -85,12 +86,14 @@ class Stream:
         self._num_batches = 0
         self._num_tokens = 0
         self._num_in_a_row = self._num_broken = 0
-        self._num_streams, self._iterations_per_batch = num_streams, iterations_per_batch
+        self._num_streams, self._iterations_after = num_streams, iterations_after
+        self._num_iterations = 0.0
 
     def position(self) -> dict[str, Any]:
         """Return the position after the last batch, as plain containers."""
         waiting = [[*entry.choice, entry.num_tokens, entry.num_patches] for entry in self._waiting]
-        counts = {"num_batches": self._num_batches, "num_tokens": self._num_tokens}
+        counts: dict[str, float] = {"num_batches": self._num_batches, "num_tokens": self._num_tokens}
+        counts |= {"num_iterations": self._num_iterations}
         return {"order": self._order.position(), "waiting": waiting, **counts}
 
     def restore(self, position: dict[str, Any]) -> None:
@@ -98,6 +101,7 @@ class Stream:
         self._order.restore(position["order"])
         self._waiting = [Waiting(ChosenSample(*entry[:3]), *entry[3:]) for entry in position["waiting"]]
         self._num_batches, self._num_tokens = position["num_batches"], position["num_tokens"]
+        self._num_iterations = position["num_iterations"]
 
     def batch(self, index: int) -> Batch | None:
         """Return the batch of a number, counted from 0, and drop those before it; None at the end of the data.
@@ -143,13 +147,14 @@ class Stream:
             return None
         batch = self._reader.encoder.batch(rows)
         batch.skipped = self._reader.skips.take()
+        self._num_iterations += self._iterations_after(self._num_batches)
         self._num_batches += 1
         self._num_tokens += batch.num_tokens
         return batch
 
     def _progress(self) -> Progress:
         """Return how far the run is, as far as this stream can tell."""
-        return Progress(self._num_batches * self._iterations_per_batch, self._num_tokens * self._num_streams)
+        return Progress(self._num_iterations, self._num_tokens * self._num_streams)
 
     def _next_sample(self) -> TokenSample | None:
         """Return the next sample that can be used; None at the end of the data."""

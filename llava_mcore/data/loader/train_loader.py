@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
 from llava_mcore.data.encode.tokens import log_origin, warn_of_other_pixels
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
-from llava_mcore.data.loader.datasets import open_datasets, short_names
-from llava_mcore.data.loader.open_streams import limit_line, mixture_of, open_reader, open_streams
-from llava_mcore.data.loader.sample_problems import SampleWarnings, Skips
+from llava_mcore.data.loader.open_streams import RankReads, limit_line, open_training
+from llava_mcore.data.loader.sample_problems import SampleWarnings
 from llava_mcore.data.loader.saved_position import (
     FORMAT,
     MICRO_BATCH,
@@ -28,13 +28,10 @@ from llava_mcore.data.loader.saved_position import (
 )
 from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, PixelBuffers, reading
 from llava_mcore.data.loader.stream import Stream, StreamServer
-from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.loader.turns import (
     Turns,
-    default_num_streams,
     share,
     states_to_read,
-    streams_of_rank,
     streams_to_count,
     warnings_of_ranks,
 )
@@ -64,6 +61,7 @@ class TrainLoader:
         seed: int,
         pad_multiple: int = 8,
         num_micro_batches: int = 1,
+        batch_sizes: BatchSizes | None = None,
         saved: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         """Open the data, at the beginning or after a saved position; nothing is read before the first batch.
@@ -72,6 +70,7 @@ class TrainLoader:
             pad_multiple: the number of tokens of a micro-batch is padded to a multiple of this.
             num_micro_batches: of this rank per step. A step needs all of them before it starts, so loader processes
                 prepare as many during the previous step.
+            batch_sizes: global batch sizes over the run; None: always those micro-batches of every rank.
             saved: results of `state` on the ranks of the run that is resumed, whatever their number: at least of those
                 that served this rank's streams.
 
@@ -86,64 +85,32 @@ class TrainLoader:
         assert data.path is not None
         self.path: Path | str = data.path
         self._timeout = data.timeout
+        batch_sizes = batch_sizes or BatchSizes.of(micro_batch_size * num_micro_batches * dp_size, None)
+        rank = RankReads(dp_rank, dp_size, micro_batch_size, num_micro_batches, batch_sizes, seed, pad_multiple)
+        # For `read_again`: the same loader, which reads in this process.
+        in_process = data.model_copy(update={"num_workers": 0})
+        self._open_again = partial(TrainLoader, in_process, assets, **vars(rank))
+
         # A saved position brings the number of streams, and must belong to the same settings.
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
         saved_streams = self._saved_streams(saved, dp_rank, dp_size) if saved is not None else SavedStreams({}, {})
-
-        # For `read_again`: the same loader, which reads in this process.
-        self._open_again = partial(
-            TrainLoader,
-            data.model_copy(update={"num_workers": 0}),
-            assets,
-            micro_batch_size=micro_batch_size,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            seed=seed,
-            pad_multiple=pad_multiple,
-            num_micro_batches=num_micro_batches,
-        )
-
         # Open the datasets, and this rank's streams of them at their positions.
         with reading(self.path, self._timeout):
-            datasets = open_datasets(self.path, max_sample_bytes=data.max_sample_bytes)
-            if self.num_streams is None:
-                self._settings[NUM_STREAMS] = default_num_streams(sum(x.num_samples for x in datasets))
-            mixture = mixture_of(datasets, data, num_streams=self.num_streams, seed=seed)
-            skips = Skips(stop_if_too_long=data.on_too_long == "error")
-            self.dataset_names = short_names([x.path for x in datasets]) if len(datasets) > 1 else []
-            """Names of a blend's datasets, for the log."""
-            encoder = ChatTaskEncoder(
-                data,
-                assets,
-                skips,
-                seed=seed,
-                pad_multiple=pad_multiple,
-                augmentation=augmentation,
-                of_blend=len(datasets) > 1,
-            )
-            own_streams = streams_of_rank(self.num_streams, dp_rank, dp_size)
-            reader = open_reader(data, datasets, encoder)
-            sizes = {"batch_size": micro_batch_size, "batches_per_iteration": num_micro_batches * dp_size}
-            streams = open_streams(own_streams, mixture, data, reader, **sizes)
-            self._restore(streams, saved_streams.positions)
+            opened = open_training(data, assets, rank, augmentation, num_streams=self._settings[NUM_STREAMS])
+            self._restore(opened.streams, saved_streams.positions)
+        self._settings[NUM_STREAMS] = opened.num_streams
+        self.dataset_names = opened.dataset_names
+        """Names of a blend's datasets, for the log; empty for a single dataset."""
         if dp_rank == 0:
             log_origin(leaves, assets.chat.fingerprint)
             warn_of_other_pixels(leaves, assets.pixel_ranges)
-            if (line := limit_line(data)) is not None:
-                logger.info(line)
-            for warning in _warnings(data, assets, augmentation, self.num_streams, dp_size):
-                logger.warning(warning)
+            _log_start(data, assets, augmentation, opened.num_streams, dp_size)
 
-        # Divide the streams over loader processes. Other ranks take batches of the same streams, if these cannot be
-        # divided evenly.
-        counted = streams_to_count(self.num_streams, dp_rank, dp_size)
-        shared = () if self.num_streams % dp_size == 0 else (dp_rank, dp_size)
-        turns = partial(Turns, {n: saved_streams.num_batches.get(n, 0) for n in counted}, *shared)
-        self._positions = {n: saved_streams.positions.get(n) for n in own_streams}
-        self._turns = turns()
-        # Loader processes are forked at the first batch, with the open streams.
+        # Divide the streams over loader processes, which are forked at the first batch, with the open streams.
+        self._turns = _turns_of(rank, opened.num_streams, saved_streams.num_batches)
+        self._positions = {n: saved_streams.positions.get(n) for n in opened.streams}
         buffer_bytes = micro_batch_size * _most_bytes(data, assets)
-        self._sources = _serve(streams, turns, data, seed, buffer_bytes, num_micro_batches)
+        self._sources = _serve(opened.streams, self._turns, data, seed, buffer_bytes, num_micro_batches)
         self._closed = False
         self._warnings = SampleWarnings(self.path, assets)
 
@@ -165,7 +132,10 @@ class TrainLoader:
                 delivery = self._sources[stream].next()
         except StopIteration:
             self.close()
-            raise DataError(f"{self.path}: the data ended") from None
+            text = (
+                "every dataset has been read as often as its max_epochs lets it: raise that, or train for fewer samples"
+            )
+            raise DataError(f"{self.path}: the data ended, since {text}") from None
         except DataError:
             self.close()
             raise
@@ -238,12 +208,25 @@ class TrainLoader:
             raise DataError(f"the saved position in {self.path} cannot be restored: {error!r}") from error
 
 
-def _warnings(
+def _log_start(
     data: DataConfig, assets: Assets, augmentation: Augmentation | None, num_streams: int, dp_size: int
-) -> list[str]:
-    """Return the warnings about the data that the first rank prints at the start."""
+) -> None:
+    """Log what the first rank says about the data at the start."""
+    if (line := limit_line(data)) is not None:
+        logger.info(line)
     moving = [] if augmentation is None else augmentation.warnings
-    return [*warnings_of_large_media(data, assets), *warnings_of_ranks(num_streams, dp_size), *moving]
+    for warning in [*warnings_of_large_media(data, assets), *warnings_of_ranks(num_streams, dp_size), *moving]:
+        logger.warning(warning)
+
+
+def _turns_of(rank: RankReads, num_streams: int, num_batches: dict[int, int]) -> Turns:
+    """Return the turns of a rank, after the batches that the streams have returned.
+
+    Other ranks take batches of the same streams, if these cannot be divided evenly.
+    """
+    counted = streams_to_count(num_streams, rank.dp_rank, rank.dp_size)
+    shared = () if num_streams % rank.dp_size == 0 else (rank.dp_rank, rank.dp_size)
+    return Turns({n: num_batches.get(n, 0) for n in counted}, *shared)
 
 
 def _most_tiles(data: DataConfig, assets: Assets) -> int:
@@ -261,7 +244,7 @@ def _most_bytes(data: DataConfig, assets: Assets) -> int:
 
 def _serve(
     streams: dict[int, Stream],
-    turns: Callable[[], Turns],
+    turns: Turns,
     data: DataConfig,
     seed: int,
     buffer_bytes: int,
@@ -270,7 +253,7 @@ def _serve(
     """Return the source of each stream's deliveries: loader processes, or this process.
 
     Args:
-        turns: makes the turns of this rank, from the first that it has not had.
+        turns: of this rank, at the first that it has not had; every process gets a copy.
     """
     num_workers = data.num_workers
     if num_workers > len(streams):
@@ -281,7 +264,7 @@ def _serve(
     num_ahead = max(MIN_PREFETCH, math.ceil(num_micro_batches / len(shares)))
     for indices in shares:
         buffers = PixelBuffers(buffer_bytes, num_ahead) if num_workers else None
-        server = StreamServer({n: streams[n] for n in indices}, turns(), buffers)
+        server = StreamServer({n: streams[n] for n in indices}, turns.copy(), buffers)
         source = BatchSource(server, in_process=num_workers == 0, seed=seed, timeout=data.timeout, num_ahead=num_ahead)
         sources |= dict.fromkeys(indices, source)
     return sources

@@ -91,6 +91,10 @@ class Turns:
         heapq.heapify(self._queue)
         self._rank, self._num_ranks = rank, num_ranks
 
+    def copy(self) -> Turns:
+        """Return the same turns, from the next one."""
+        return Turns(self.num_batches, self._rank, self._num_ranks)
+
     def __iter__(self) -> Self:
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,9 +38,22 @@ class Mixture:
         orders = [DatasetOrder(x.num_samples, window, seed_of(seed, n)) for n, x in enumerate(shares)]
         return cls(tuple(shares), tuple(orders), num_streams, seed)
 
+    def place_of(self, dataset: int, stream: int, count: int) -> int:
+        """Return the position in a dataset that a stream reads after `count` other ones.
+
+        The streams take consecutive positions, in turn. Where passes are not shuffled, a stream that always took the
+        same turn would meet the same samples again: with as many samples as streams, one of them. So the turns move by
+        one when the streams meet the start of a pass again.
+        """
+        order, streams = self.orders[dataset], self.num_streams
+        if order.window > 1:
+            return streams * count + stream
+        cycle = streams * count // math.lcm(order.num_samples, streams)
+        return streams * count + (stream + cycle) % streams
+
 
 class StreamOrder:
-    """The samples of one stream: of every dataset those at positions stream, stream + S, stream + 2S, ….
+    """The samples of one stream: of every dataset one of each S consecutive positions (`Mixture.place_of`).
 
     So all streams together read each dataset in its order, whatever processes serve them.
     """
@@ -58,8 +72,7 @@ class StreamOrder:
         Args:
             progress: for the schedules of weights.
         """
-        streams = self._mixture.num_streams
-        positions = [self._stream + streams * count for count in self.counts]
+        positions = [self._mixture.place_of(n, self._stream, count) for n, count in enumerate(self.counts)]
         weights = [
             share.schedule.at(progress) if share.most_samples is None or position < share.most_samples else 0.0
             for share, position in zip(self._mixture.shares, positions, strict=True)

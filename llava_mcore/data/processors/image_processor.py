@@ -21,12 +21,10 @@ from llava_mcore.data.processors.images import ToRgb, decode_frames, decode_imag
 from llava_mcore.data.samples import MediaSpan, Video
 from llava_mcore.errors import DataError
 from llava_mcore.media.batch_fields import NO_SCALE, normalize
-from llava_mcore.media.media import MediaPlan, MediaTokens, VideoShape
+from llava_mcore.media.media import MediaPlan, MediaTokens, Picture, Size, VideoShape
 
 PROCESSOR_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a processor raises for invalid settings."""
-
-
 _BACKENDS = ("Fast", "Pil")
 """Ends of names of classes that compute the same."""
 
@@ -112,6 +110,8 @@ class ImagePreprocessor:
                 of_video is not None and not self._is_normalized(self._process_video(_still(probe)), of_video)
             ):
                 self.pixel_scale = NO_SCALE
+        # Decode into tensors, which is faster, if the processor gives the same bits for them.
+        self._takes_tensors = isinstance(processor, TorchvisionBackend) and self._is_same_of_tensors(probe)
         # Call the two remaining steps directly if they are all that the processor does.
         self._is_plain = not plan.any_size and bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
 
@@ -130,9 +130,9 @@ class ImagePreprocessor:
         """Options of the processors' calls: steps that are done on the device."""
         return {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
 
-    def _process(self, images: Sequence[Image.Image], tokens: Sequence[MediaTokens] = ()) -> Tensor:
+    def _process(self, images: Sequence[Picture], tokens: Sequence[MediaTokens] = ()) -> Tensor:
         """`tokens`: those of the pictures in their conversation; without them, each counts as the only picture."""
-        tokens = tokens or [self.plan.tokens([(image.height, image.width)])[0] for image in images]
+        tokens = tokens or [self.plan.tokens([_size(image)])[0] for image in images]
         pixels = self.plan.pixels(self.processor, images, tokens, **self._options)
         num_rows = sum(item.num_rows for item in tokens)
         if len(pixels) != num_rows:
@@ -177,6 +177,14 @@ class ImagePreprocessor:
     def _is_normalized(self, pixels: Tensor, expected: Tensor) -> bool:
         """Return whether normalized bytes equal the processor's own output."""
         return pixels.dtype == torch.uint8 and torch.equal(normalize(pixels, self.pixel_scale), expected)
+
+    def _is_same_of_tensors(self, probe: Image.Image) -> bool:
+        """Return whether the processor takes decoded pixels, and gives the same bits as for Pillow's pictures."""
+        wide, high = probe, probe.transpose(Image.Transpose.ROTATE_90)
+        try:
+            return all(torch.equal(self._process([F.pil_to_tensor(x)]), self._process([x])) for x in (wide, high))
+        except PROCESSOR_ERRORS:
+            return False
 
     def _resizes_and_crops_only(self) -> bool:
         """Return whether the processor's two steps give the result of all steps, for pictures of all proportions."""
@@ -236,18 +244,25 @@ class ImagePreprocessor:
             tile.copy_(self._resize_and_crop(self._pixels(item)))
         return pixels
 
-    def _image(self, item: MediaSpan) -> Image.Image:
-        """Return a decoded picture, augmented if it is to be."""
+    def _image(self, item: MediaSpan) -> Picture:
+        """Return a decoded picture as the processor takes it, augmented if it is to be."""
         assert isinstance(item.data, bytes)
+        if self._takes_tensors:
+            return self._pixels(item)
         if item.augment is not None:
             return F.to_pil_image(self._pixels(item))
         return decode_image(item.data, self.most_pixels, self.to_rgb)
 
     def _pixels(self, item: MediaSpan) -> Tensor:
-        """Like `_image`, but return uint8 [3, h, w]."""
+        """Return a decoded picture as uint8 [3, h, w], augmented if it is to be."""
         assert isinstance(item.data, bytes)
         pixels = decode_pixels(item.data, self.most_pixels, self.to_rgb)
         return pixels if item.augment is None else item.augment(pixels)
+
+
+def _size(image: Picture) -> Size:
+    """Return height and width of a picture."""
+    return (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
 
 
 def _still(probe: Image.Image) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL.Image import Image
 from torch import Tensor
 from transformers import (
     BaseImageProcessor,
@@ -23,7 +22,7 @@ from transformers.models.idefics2.image_processing_idefics2 import get_resize_ou
 
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, POSITION_ROWS, Fields, MediaWork
-from llava_mcore.media.media import AroundMedia, MediaBudget, MediaPlan, MediaTokens, Processing, Size
+from llava_mcore.media.media import AroundMedia, MediaBudget, MediaPlan, MediaTokens, Picture, Processing, Size
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.connectors.perceiver import Perceiver
 from llava_mcore.models.vision.features import FeatureChoice
@@ -170,7 +169,7 @@ class _ImagePlan(MediaPlan):
         )
 
     def pixels(
-        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the patches [patches, f] of pictures, each as large as it is: padding would make them float32."""
         processed = processor(images=[list(images)], do_pad=False, **options)["pixel_values"][0]

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from PIL.Image import Image
 from torch import Tensor
 from transformers import (
     BaseImageProcessor,
@@ -26,7 +25,7 @@ from transformers.models.idefics3.image_processing_idefics3 import get_resize_ou
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.media.batch_fields import IMAGE_FIELDS
-from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, image_tokens
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Picture, Processing, Size, image_tokens
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.shuffle_linear import ShuffleLinear
@@ -118,7 +117,7 @@ class _Grid(MediaPlan):
         self._known: dict[Size, MediaTokens] = {}
 
     def pixels(
-        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles of pictures. They have one size, and padding would make them float32."""
         processed = processor(images=[list(images)], do_pad=False, return_tensors="pt", **options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from PIL.Image import Image
 from torch import Tensor
 from transformers import (
     BaseImageProcessor,
@@ -21,7 +20,7 @@ from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_t
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.media.batch_fields import IMAGE_FIELDS
-from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Processing, Size, image_tokens
+from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Picture, Processing, Size, image_tokens
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.architectures.llava import NAMES
 from llava_mcore.models.connectors.connector import Connector
@@ -110,7 +109,7 @@ class _Tiles(MediaPlan):
         self._fewest, self._most_tiles = int(images.min_patches), int(images.max_patches)
 
     def pixels(
-        self, processor: BaseImageProcessor, images: Sequence[Image], tokens: Sequence[MediaTokens], **options: Any
+        self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
         """Return the tiles of pictures; the class's processor always splits pictures, whatever the image processor's
         default."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.datasets import samples_per_epoch
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.errors import DataError
 from tests.unit.data.test_data_loader import assert_equal, open_loader, take
@@ -57,6 +59,23 @@ def test_weights_change_over_iterations(root: Path, assets: Assets) -> None:
     assert share_of_two(open_loader(path, assets, saved=[state], **options), 80) == later
 
 
+def test_iterations_are_those_of_the_run(root: Path, assets: Assets) -> None:
+    """Ten iterations of one micro-batch, then of four; resumed with iterations of another size, it is where it was."""
+    path = blend(root, {}, {"subflavors": {"weight_factor": {"iterations": [[0, 0], [18, 0], [18.1, 1]]}}})
+    options = OPTIONS | {"num_micro_batches": 4}
+    ramp = open_loader(path, assets, batch_sizes=BatchSizes(((0, 1), (10, 4))), **options)
+    assert share_of_two(ramp, 40) == 0  # 10 + 7.5 iterations
+    state = ramp.state()
+    assert share_of_two(ramp, 4) == 0 and share_of_two(ramp, 36) > 0.4
+    without = open_loader(path, assets, **options)
+    assert share_of_two(without, 76) == 0 and share_of_two(without, 40) > 0.4
+    for num_micro_batches in (1, 8):
+        other = open_loader(path, assets, saved=[state], **(OPTIONS | {"num_micro_batches": num_micro_batches}))
+        assert share_of_two(other, 4) == 0 and share_of_two(other, 100) > 0.3
+    with pytest.raises(DataError, match=r"data.blend_weights: saved with samples, now tokens"):
+        open_loader(path, assets, saved=[state], blend_weights="tokens", **options)
+
+
 def test_weights_change_over_tokens(root: Path, assets: Assets) -> None:
     path = blend(root, {}, {"subflavors": {"weight_factor": {"tokens": [[0, 0], [1000, 0], [1001, 1]]}}})
     loader = open_loader(path, assets, **OPTIONS)
@@ -92,8 +111,14 @@ def test_a_dataset_is_left_out_after_its_epochs(root: Path, assets: Assets) -> N
     both = {"subflavors": {"max_epochs": 1}}
     ending = open_loader(blend(root, both, both), assets, **OPTIONS)
     assert len(take(ending, 60)) == 60
-    with pytest.raises(DataError, match="the data ended"):
+    with pytest.raises(DataError, match=r"the data ended, since every dataset .* max_epochs"):
         next(ending)
+    epochized = path.read_text().replace('"blend"', '"blend_epochized"').replace('"weight": 1', '"repetitions": 1')
+    path.write_text(epochized)
+    with pytest.raises(
+        DataError, match=r"no epochs of one length: max_epochs leaves .*one, .*two out .*epoch_samples=N"
+    ):
+        samples_per_epoch(path)
 
 
 def test_weights_of_tokens(root: Path, assets: Assets) -> None:

@@ -17,6 +17,7 @@ import yaml
 from megatron.energon.cli.main import main as energon
 from megatron.energon.epathlib import EPath
 
+from llava_mcore.cli.dedup import main as dedup
 from llava_mcore.config.load import load_run_config, run_config_yaml
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.loader_process import leave_out_of_collections, loader_process_init
@@ -130,6 +131,16 @@ def test_every_kind_of_url(bucket: Path, store: ObjectStore, configure: Configur
         check_dataset(local_blend)
     energon(["prepare", str(lines)], standalone_mode=False)
     assert check_dataset(local_blend) == [EPath("msc://digits/lines.jsonl"), leaf]
+
+
+def test_duplicates_in_a_store(bucket: Path, store: ObjectStore, configure: Configure, tmp_path: Path) -> None:
+    """A blend with the same data from the folder and from the store; what is in a store cannot be excluded."""
+    configure(store)
+    flags = ["--data-path", "msc://digits/blend.yaml", "--out", str(tmp_path / "out"), "--num-workers", "0", "--exact"]
+    assert dedup(flags) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "duplicates.jsonl").read_text().splitlines()]
+    assert len(rows) >= 48 and all("msc://digits/digits" in row["duplicate"]["dataset"] for row in rows)
+    assert dedup([*flags, "--exclude"]) == 2
 
 
 def test_plain_web_server_with_ranges(bucket: Path, assets: Assets, configure: Configure) -> None:

@@ -82,10 +82,20 @@ def test_streams_divide_a_dataset(size: int, num_streams: int, window: int, seed
     mixture = Mixture.of([Share("a", size, Schedule.constant(1))], window=window, num_streams=num_streams, seed=seed)
     rounds = -(-2 * size // num_streams)
     streams = drawn(mixture, rounds)
-    in_order = [streams[n % num_streams][n // num_streams] for n in range(2 * size)]
-    assert in_order == [ChosenSample(0, *mixture.orders[0].at(n)) for n in range(2 * size)]
     one = StreamOrder(Mixture.of(mixture.shares, window=window, num_streams=1, seed=seed), 0)
-    assert in_order == [one.next() for _ in range(2 * size)]
+    in_order = [one.next() for _ in range(rounds * num_streams)]
+    assert in_order == [ChosenSample(0, *mixture.orders[0].at(n)) for n in range(rounds * num_streams)]
+    for n in range(rounds):
+        together = [stream[n] for stream in streams]
+        expected = in_order[n * num_streams : (n + 1) * num_streams]
+        assert together == expected if window else sorted(together) == sorted(x for x in expected if x)
+
+
+@pytest.mark.parametrize("size", [1, 4, 24, 48, 50, 96])
+def test_every_stream_reads_all_samples_in_their_order(size: int) -> None:
+    mixture = Mixture.of([Share("a", size, Schedule.constant(1))], window=0, num_streams=48, seed=1)
+    for stream in drawn(mixture, 2 * size):
+        assert collections.Counter(choice.sample for choice in stream) == dict.fromkeys(range(size), 2)
 
 
 @given(

@@ -9,27 +9,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageDraw, ImageEnhance
 
 from llava_mcore.cli.dedup import main
 from llava_mcore.data.encode.assets import Assets
+from llava_mcore.dedup.candidates import MAX_BITS
+from llava_mcore.dedup.confirm import Confirmed
+from llava_mcore.dedup.find import find_groups
 from llava_mcore.dedup.report import LIST, PAGE, SHEET
+from llava_mcore.dedup.signature import EMPTY, SamplePlace, Signature, differing_bits, perceptual_hash
 from tests.unit.data.test_data_loader import open_loader, take
 from tests.unit.data.test_data_shards import prepare, write_shard
 
 pytest_plugins = ("tests.helpers.llava_fixtures",)
 
-COUNT = 60
-"""Different pictures."""
+COUNT, COPIED = 16, 4
+"""Different pictures, and those of which there are copies."""
 
 
 def scene(index: int) -> Image.Image:
     """Return a picture of smooth random colors and a few shapes."""
     random = np.random.default_rng(index)
     small = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
-    image = small.resize((320, 240), Image.Resampling.BICUBIC)
+    image = small.resize((128, 96), Image.Resampling.BICUBIC)
     for _ in range(4):
-        x, y, w, h = random.integers(0, 200, 4)
+        x, y, w, h = random.integers(0, 80, 4)
         image.paste(tuple(int(c) for c in random.integers(0, 256, 3)), (int(x), int(y), int(x + w), int(y + h)))
     return image
 
@@ -55,15 +59,15 @@ def dataset(folder: Path, samples: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty samples; of the first ones, copies that are equal, resized, compressed again; and others that only look
+    """Some samples; of the first ones, copies that are equal, resized, compressed again; and others that only look
     alike."""
     samples = [sample(f"{i:04d}", encoded(scene(i)), f"What is in picture {i}?") for i in range(COUNT)]
 
     def copy(kind: str, i: int, image: bytes, **changes: str) -> dict[str, Any]:
         return sample(f"{kind}{i:04d}", image, **({"question": f"What is in picture {i}?"} | changes))
 
-    for i in range(10):
-        half = scene(i).resize((160, 120))
+    for i in range(COPIED):
+        half = scene(i).resize((64, 48))
         samples.append(copy("same", i, encoded(scene(i))))
         samples.append(copy("small", i, encoded(half)))
         samples.append(copy("jpeg", i, encoded(scene(i), "JPEG", quality=30)))
@@ -84,16 +88,16 @@ def run(*arguments: object) -> int:
 
 def test_planted_duplicates_are_found_and_nothing_else(planted: Path, tmp_path: Path) -> None:
     assert run("--data-path", planted, "--out", tmp_path, "--num-workers", 0) == 0
-    expected = {(f"{kind}{i:04d}", f"{i:04d}") for kind in ("same", "small", "jpeg") for i in range(10)}
+    expected = {(f"{kind}{i:04d}", f"{i:04d}") for kind in ("same", "small", "jpeg") for i in range(COPIED)}
     assert found(tmp_path) == expected
-    assert (tmp_path / PAGE).read_text().count("<section>") == 10
+    assert (tmp_path / PAGE).read_text().count("<section>") == COPIED
     with Image.open(tmp_path / SHEET) as sheet:
-        assert sheet.width > 100 and sheet.height > 1000
+        assert sheet.width > 100 and sheet.height > 160 * (COPIED - 1)
 
 
 def test_what_two_samples_must_share(planted: Path, tmp_path: Path) -> None:
     run("--data-path", planted, "--out", tmp_path, "--exact", "--num-workers", 2)
-    assert found(tmp_path) == {(f"same{i:04d}", f"{i:04d}") for i in range(10)}
+    assert found(tmp_path) == {(f"same{i:04d}", f"{i:04d}") for i in range(COPIED)}
     run("--data-path", planted, "--out", tmp_path, "--match", "image", "--num-workers", 0)
     kinds = {key.rstrip("0123456789") for key, _ in found(tmp_path)}
     assert kinds == {"same", "small", "jpeg", "asked"}
@@ -126,6 +130,47 @@ def test_training_leaves_out_what_is_excluded(
     run("--data-path", path, "--out", tmp_path / "out", "--exclude", "--num-workers", 0)
     output = capsys.readouterr().out
     assert "0 duplicates" in output and "3 samples are excluded by split.yaml already" in output
+
+
+def test_videos_are_compared_by_their_frames(tmp_path: Path) -> None:
+    """A copy with smaller frames is found, other frames and another number of frames are not."""
+
+    def clip(key: str, scenes: list[int], size: tuple[int, int] = (128, 96)) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "<video>\nWhat moves?"}, {"role": "assistant", "content": "Shapes."}]
+        names = [f"{n}.jpg" for n in range(len(scenes))]
+        frames = {name: encoded(scene(n).resize(size)) for name, n in zip(names, scenes, strict=True)}
+        return {"__key__": key, "json": {"messages": messages, "videos": [{"frames": names}]}, **frames}
+
+    samples = [clip("a", [1, 2, 3]), clip("other", [1, 9, 3]), clip("copy", [1, 2, 3], (64, 48)), clip("short", [1, 2])]
+    path = dataset(tmp_path / "data", samples)
+    run("--data-path", path, "--out", tmp_path / "out", "--num-workers", 0)
+    assert found(tmp_path / "out") == {("copy", "a")}
+
+
+def test_a_chain_of_small_changes_is_no_group() -> None:
+    """Each picture is like the one before; of the first one, only those near it are duplicates."""
+    places = [SamplePlace(0, n, "000000.tar", f"{n}") for n in range(6)]
+    signatures = [Signature(place, b"%d" % place.index, EMPTY.hashvalues, (b"\0" * 32,), b"") for place in places]
+    groups = find_groups(signatures, Near(), "image")  # type: ignore[arg-type]
+    assert [(group.first.index, [x.place.index for x in group.duplicates]) for group in groups] == [
+        (0, [1, 2]),
+        (3, [4, 5]),
+    ]
+
+
+class Near:
+    """Compares numbers instead of pictures."""
+
+    def compare(self, one: SamplePlace, other: SamplePlace) -> Confirmed | None:
+        return Confirmed(1.0, 0.0) if abs(one.index - other.index) <= 2 else None
+
+
+def test_symmetric_drawings_keep_their_hash() -> None:
+    """Half of the frequencies of a ring are about 0; compressing it must not change their bits."""
+    ring = Image.new("RGB", (200, 200), "white")
+    ImageDraw.Draw(ring).ellipse((40, 40, 160, 160), outline="gray", width=3)
+    with Image.open(io.BytesIO(encoded(ring, "JPEG", quality=60))) as compressed:
+        assert differing_bits(perceptual_hash(ring), perceptual_hash(compressed)) <= MAX_BITS / 2
 
 
 def test_broken_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import Idefics3Config
+from transformers.image_processing_backends import TorchvisionBackend
 from transformers.image_utils import SizeDict
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
@@ -71,7 +72,9 @@ def test_ten_thousand_sizes(folders: dict[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> None:
-    assert_same_tiles(folders[name], load_assets(folders[name]), [*PICTURE_SIZES, *random_sizes(40, 400)])
+    assets = load_assets(folders[name])
+    assert assets.images._takes_tensors == isinstance(assets.images.processor, TorchvisionBackend)
+    assert_same_tiles(folders[name], assets, [*PICTURE_SIZES, *random_sizes(40, 400)])
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -127,10 +127,10 @@ def balanced(run: RunConfig, world: int, hf_dir: Path, device: str | None) -> Ru
 def _differences(run: RunConfig, other: RunConfig) -> int:
     """Return how many options of a layout differ; the sizes of groups count most."""
     one, two = run.parallel, other.parallel
-    number = 3 * (one.tensor_model_parallel_size != two.tensor_model_parallel_size)
-    number += 3 * (one.pipeline_model_parallel_size != two.pipeline_model_parallel_size)
-    number += run.training.micro_batch_size != other.training.micro_batch_size
-    number += run.model.recompute != other.model.recompute
-    return number + sum(
+    count = 3 * (one.tensor_model_parallel_size != two.tensor_model_parallel_size)
+    count += 3 * (one.pipeline_model_parallel_size != two.pipeline_model_parallel_size)
+    count += run.training.micro_batch_size != other.training.micro_batch_size
+    count += run.model.recompute != other.model.recompute
+    return count + sum(
         vars(one)[name] != vars(two)[name] for name in vars(one) if name.startswith(("num_layers", "vision", "use_"))
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llava_mcore.cli.common import command_main
 from llava_mcore.config.flags import CommandLine, make_parser, name_of
+from llava_mcore.config.load import as_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.plan import report
@@ -20,6 +21,7 @@ from llava_mcore.plan.gpus import GPUS, gpu_named
 from llava_mcore.plan.read_config import read_model
 from llava_mcore.plan.search import VARIED, Candidate, Searched, SearchResult, search
 from llava_mcore.plan.seconds import Machine
+from llava_mcore.plan.timeline import draw
 
 MOST_GPUS = 1 << 20
 
@@ -44,6 +46,12 @@ def parser() -> argparse.ArgumentParser:
         "--vary", nargs="+", choices=VARIED, default=[], help="also try what changes the results of training"
     )
     plan_flags.add_argument("--as-given", action="store_true", help="predict the given layout only")
+    plan_flags.add_argument(
+        "--compare", nargs="+", metavar="key=value", help="the given layout beside one with these other values"
+    )
+    plan_flags.add_argument(
+        "--draw", type=Path, metavar="FILE", help="timeline of a step of the first one, .png or .svg"
+    )
     plan_flags.add_argument("--top", type=int, default=10, metavar="N", help="layouts to list (default %(default)s)")
     plan_flags.add_argument("--best", action="store_true", help="print the command of the best layout, nothing else")
     plan_flags.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -53,8 +61,10 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; exit code 2 if no layout fits. ConfigError for values that do not make sense."""
     searched, words, typed = _read(args)
+    if args.compare:
+        return _compare(searched, words, args)
     if args.as_given:
-        return _given_alone(searched, words, as_json=args.json)
+        return _given_alone(searched, words, args)
     result = search(searched)
     if args.json:
         print(json.dumps(report.as_json(result, searched, words), indent=1))
@@ -70,10 +80,17 @@ def run(args: argparse.Namespace) -> int:
     lines += ["The first one:", *report.stages(best.prediction), "", "Left out:"]
     lines += [*report.left_out(result, searched.gpu.memory), "", command]
     print("\n".join(lines))
+    _draw(best, args.draw)
     return 0
 
 
-def _read(args: argparse.Namespace) -> tuple[Searched, str, Sequence[str]]:
+def _draw(candidate: Candidate, path: Path | None) -> None:
+    if path is not None:
+        draw(candidate.prediction, path, report.describe(candidate.prediction.layout))
+        print(f"drawn: {path}")
+
+
+def _read(args: argparse.Namespace) -> tuple[Searched, str, Sequence[tuple[str, str]]]:
     """Return what to search, the assumptions about the data, and the run's own arguments for a command."""
     args.overrides, configs = [x for x in args.overrides if "=" in x], [x for x in args.overrides if "=" not in x]
     if len(configs) > 1 or (configs and args.config is not None):
@@ -99,12 +116,13 @@ def _read(args: argparse.Namespace) -> tuple[Searched, str, Sequence[str]]:
     if configured.parallel.balance == "auto" and configured.parallel.pipeline_model_parallel_size > 1:
         configured = balanced(configured, world, hf_dir, gpu.devices[0])
     searched = Searched(model, material.samples, configured, world, Machine(gpu, Efficiency()), args.vary)
-    # The run's own arguments, but for those that a plan decides.
-    typed = [f"--config {args.config}"] if args.config else []
+    # The run's own arguments, by their keys.
+    typed = [("", f"--config {args.config}")] if args.config else []
     if args.hf_dir is not None and args.hf_dir.is_dir():
         line.flags.setdefault("checkpoint.hf_dir", str(args.hf_dir))
-    typed += [f"{name_of(key)} {value}" if value is not True else name_of(key) for key, value in line.flags.items()]
-    return searched, material.words, [*typed, *line.overrides]
+    for key, value in line.flags.items():
+        typed.append((key, name_of(key) if value is True else f"{name_of(key)} {value}"))
+    return searched, material.words, [*typed, *((text.partition("=")[0].strip(), text) for text in line.overrides)]
 
 
 def _world(gpus: object, run: RunConfig) -> int:
@@ -119,14 +137,19 @@ def _world(gpus: object, run: RunConfig) -> int:
     return world
 
 
-def _given_alone(searched: Searched, words: str, *, as_json: bool) -> int:
-    """Print the prediction of the given layout. ConfigError if run.py would refuse it."""
-    refused = searched.problems(searched.run)
+def _candidate(searched: Searched, run: RunConfig) -> Candidate:
+    """Return a configuration with its prediction. ConfigError if run.py would refuse it."""
+    refused = searched.problems(run)
     if refused:
         raise ConfigError(problems("run.py would refuse this", refused))
-    prediction = searched.predict(searched.run)
-    candidate = Candidate({}, searched.run, prediction)
-    if as_json:
+    return Candidate({}, run, searched.predict(run))
+
+
+def _given_alone(searched: Searched, words: str, args: argparse.Namespace) -> int:
+    """Print the prediction of the given layout."""
+    candidate = _candidate(searched, searched.run)
+    prediction = candidate.prediction
+    if args.json:
         print(json.dumps(report.as_json(SearchResult([candidate]), searched, words), indent=1))
         return 0
     fits = prediction.memory <= searched.gpu.memory
@@ -134,7 +157,23 @@ def _given_alone(searched: Searched, words: str, *, as_json: bool) -> int:
     lines += ["", *report.stages(prediction)]
     lines += [] if fits else ["", f"does not fit: {prediction.memory:.1f} of {searched.gpu.memory:g} GiB"]
     print("\n".join(lines))
+    _draw(candidate, args.draw)
     return 0 if fits else 2
+
+
+def _compare(searched: Searched, words: str, args: argparse.Namespace) -> int:
+    """Print the given layout beside another one."""
+    pairs = [text.partition("=") for text in args.compare]
+    if not all(equals for _, equals, _ in pairs):
+        raise ConfigError(
+            f"--compare {' '.join(args.compare)}: expected key=value, such as training.micro_batch_size=2"
+        )
+    values = {key.strip(): None if value == "null" else value for key, _, value in pairs}
+    other = as_run_config({**searched.run.model_dump(mode="json"), **values})
+    one, two = _candidate(searched, searched.run), _candidate(searched, other)
+    print("\n".join([*report.head(searched, words), "", *report.compared(one, two, searched.world)]))
+    _draw(two, args.draw)
+    return 0
 
 
 def _nothing_fits(result: SearchResult, searched: Searched) -> str:

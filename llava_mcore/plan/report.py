@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from llava_mcore.config.flags import ALL_FLAGS
+from llava_mcore.config.schema import RunConfig
 from llava_mcore.plan.gpus import GIB
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.predict import Prediction, Stage
@@ -121,6 +122,28 @@ def _same(one: Stage, other: Stage) -> bool:
     return (one.forward, one.backward) == (other.forward, other.backward)
 
 
+def compared(one: Candidate, other: Candidate, world: int) -> list[str]:
+    """Return two layouts side by side."""
+    lines = table([one, other], world)
+    first, second = one.prediction, other.prediction
+    rows: list[tuple[str, float, float]] = [
+        ("tokens/s", first.tokens_per_second, second.tokens_per_second),
+        ("s/step", first.seconds, second.seconds),
+        ("s of passes", first.passes, second.passes),
+        ("s of bubble", first.bubble, second.bubble),
+        ("s of messages between replicas", first.messages, second.messages),
+        ("s of update", first.update, second.update),
+        ("GiB", first.memory, second.memory),
+    ]
+    lines += ["", f"{'':32} {'first':>12} {'second':>12}  second ÷ first"]
+    for name, a, b in rows:
+        ratio = f"{b / a:8.3f}" if a else f"{'-':>8}"
+        lines.append(f"{name:32} {a:12,.3f} {b:12,.3f}  {ratio}")
+    for name, prediction in (("The first", first), ("The second", second)):
+        lines += ["", f"{name}:", *stages(prediction)]
+    return lines
+
+
 def left_out(result: SearchResult, limit: float) -> list[str]:
     """Return why layouts are not in the table."""
     lines = []
@@ -136,15 +159,24 @@ def left_out(result: SearchResult, limit: float) -> list[str]:
     return [*lines, *([f"{rest} layouts for {len(reasons) - MOST_REASONS} other reasons"] if rest else [])]
 
 
-def command(candidate: Candidate, searched: Searched, typed: Sequence[str]) -> str:
-    """Return the command that trains with a layout. `typed`: the run's own arguments, which it repeats."""
+def command(candidate: Candidate, searched: Searched, typed: Sequence[tuple[str, str]]) -> str:
+    """Return the command that trains with a layout. `typed`: keys and texts of the run's own arguments, which it
+    repeats unless the layout has another value."""
     gpus, nodes = searched.world, 1
     if gpus > searched.gpu.per_node:
         gpus, nodes = searched.gpu.per_node, -(-gpus // searched.gpu.per_node)
-    words = ["python -m llava_mcore train", *typed, f"-g {gpus}", *([f"--node {nodes}"] if nodes > 1 else [])]
-    words += differences(candidate, searched)
+    changed_keys = {key for key, value in candidate.changes.items() if _value(searched.run, key) != value}
+    words = [text for key, text in typed if key not in changed_keys]
+    words += [f"-g {gpus}", *([f"--node {nodes}"] if nodes > 1 else []), *differences(candidate, searched)]
     # Overrides come last.
-    return " ".join([*(x for x in words if "=" not in x), *(x for x in words if "=" in x)])
+    ordered = [*(x for x in words if "=" not in x), *(x for x in words if "=" in x)]
+    return " ".join(["python -m llava_mcore train", *ordered])
+
+
+def _value(run: RunConfig, key: str) -> object:
+    section, _, leaf = key.partition(".")
+    value: object = vars(vars(run)[section])[leaf]
+    return value
 
 
 def differences(candidate: Candidate, searched: Searched) -> list[str]:
@@ -152,8 +184,7 @@ def differences(candidate: Candidate, searched: Searched) -> list[str]:
     flags = {flag.key: flag for flag in ALL_FLAGS if flag.value is None}
     words = []
     for key, value in candidate.changes.items():
-        section, _, leaf = key.partition(".")
-        if vars(vars(searched.run)[section])[leaf] == value:
+        if _value(searched.run, key) == value:
             continue
         flag = flags.get(key)
         if flag is None or value in (None, False):

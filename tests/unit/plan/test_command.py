@@ -110,6 +110,42 @@ def test_data_comes_from_a_manifest(folder: Path, tmp_path: Path, capsys: pytest
     assert tower[0] > 1.3 * tower[1]  # two pictures in 1,168 tokens beside 0.9 in 762
 
 
+def test_a_picture_and_two_layouts_side_by_side(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--hf-dir", str(folder), "-g", "4", *PACKS, "--dist-optim", "--pp", "2"]
+    for name, start in (("step.png", b"\x89PNG"), ("step.svg", b"<?xml")):
+        assert plan.main([*arguments, "--as-given", "--draw", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert "stage 1: 16 layers" in (tmp_path / "step.svg").read_text(encoding="utf-8")
+    capsys.readouterr()
+    other = "parallel.num_layers_per_virtual_pipeline_stage=4"
+    assert plan.main([*arguments, "--compare", other]) == 0
+    text = capsys.readouterr().out
+    assert "4 chunks" in text
+    (bubble,) = (line.split() for line in text.splitlines() if line.startswith("s of bubble"))
+    assert float(bubble[-1]) < 0.7  # what remains is the tower, which makes one stage slower
+    for wrong, message in (
+        (["--compare", "pp"], "expected key=value"),
+        (["--compare", "parallel.pipeline=2"], "no such key"),
+        (["--compare", "training.micro_batch_size=3"], "run.py would refuse this"),
+        (["--as-given", "--draw", "step.pdf"], "ends in .png or .svg"),
+        (["--as-given", "--draw", str(tmp_path / "no" / "step.png")], "its folder does not exist"),
+    ):
+        assert plan.main([*arguments, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_flag_that_the_best_layout_changes_is_not_repeated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["--hf-dir", str(folder), "-g", "8", *PACKS, "--cuda-graphs", "--tp", "8", "--recompute", "full"]
+    assert plan.main([*typed, "model.recompute_vision=full", "model.freeze_vision_model=false", "--best"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    run = parse_command_line([*words[4:], "--save-dir", "runs", "--train-iters", "1"], "train").load()
+    assert run.model.recompute == "none"
+    assert run.parallel.tensor_model_parallel_size < 8
+    assert check_run(run, read_model(folder).dims(), 8, device_available=True) == []
+
+
 def test_what_cannot_be_planned_says_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(*arguments: str) -> str:
         assert plan.main(list(arguments)) == 2

@@ -32,7 +32,7 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    spans, shown = passes(prediction)
+    spans, num_drawn = passes(prediction)
     layout, end = prediction.layout, max(span.end for span in spans)
     figure = Figure(figsize=(14, 1.4 + 0.5 * layout.pp), layout="constrained")
     axes = figure.add_subplot()
@@ -43,7 +43,9 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     few = (
-        "" if shown == layout.num_micro_batches else f" (the first {shown} of {layout.num_micro_batches} micro-batches)"
+        ""
+        if num_drawn == layout.num_micro_batches
+        else f" (the first {num_drawn} of {layout.num_micro_batches} micro-batches)"
     )
     axes.set_title(f"{title}{few}", fontsize=10, loc="left")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
@@ -54,10 +56,10 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
 def passes(prediction: Prediction) -> tuple[list[Span], int]:
     """Return the passes to draw, and of how many micro-batches."""
     layout = prediction.layout
-    shown = min(layout.num_micro_batches, MOST_SHOWN * layout.pp)
+    num_drawn = min(layout.num_micro_batches, MOST_SHOWN * layout.pp)
     forward = [stage.forward.total for stage in prediction.stages]
     backward = [stage.backward.total for stage in prediction.stages]
-    return simulate(forward, backward, shown, virtual=layout.virtual), shown
+    return simulate(forward, backward, num_drawn, virtual=layout.virtual), num_drawn
 
 
 def _bars(axes: Axes, prediction: Prediction, spans: list[Span]) -> None:

@@ -98,7 +98,6 @@ _ROWS = (
         "plan",
         "plan",
         "predict memory and time of a run, and find the layout, before it is launched",
-        uses_gpus=False,
     ),
     Command("show-config", "show_config", "print the configuration that results from flags, overrides and a file"),
 )

@@ -14,6 +14,7 @@ from llava_mcore.config.load import as_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.plan import report
+from llava_mcore.plan.calibration import read_calibration, write_calibration
 from llava_mcore.plan.dataset import material_of
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.forecast import balanced
@@ -52,6 +53,10 @@ def parser() -> argparse.ArgumentParser:
     plan_flags.add_argument(
         "--draw", type=Path, metavar="FILE", help="timeline of a step of the first one, .png or .svg"
     )
+    plan_flags.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="measure the GPUs of this machine, write FILE, nothing else"
+    )
+    plan_flags.add_argument("--calibration", type=Path, metavar="FILE", help="what --calibrate has written")
     plan_flags.add_argument("--top", type=int, default=10, metavar="N", help="layouts to list (default %(default)s)")
     plan_flags.add_argument("--best", action="store_true", help="print the command of the best layout, nothing else")
     plan_flags.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -60,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; exit code 2 if no layout fits. ConfigError for values that do not make sense."""
+    if args.calibrate is not None:
+        return _calibrate(args.calibrate)
     searched, words, typed = _read(args)
     if args.compare:
         return _compare(searched, words, args)
@@ -81,6 +88,16 @@ def run(args: argparse.Namespace) -> int:
     lines += [*report.left_out(result, searched.gpu.memory), "", command]
     print("\n".join(lines))
     _draw(best, args.draw)
+    return 0
+
+
+def _calibrate(path: Path) -> int:
+    """Measure this machine's GPUs and write the file."""
+    from llava_mcore.training.measure_gpu import measure  # imports torch, which plans do without
+
+    calibration = measure()
+    write_calibration(calibration, path)
+    print(f"{calibration.device}: {calibration.describe()}\nwritten: {path}; plan with --calibration {path}")
     return 0
 
 
@@ -115,14 +132,18 @@ def _read(args: argparse.Namespace) -> tuple[Searched, str, Sequence[tuple[str, 
     material = material_of(model, configured.data.path)
     if configured.parallel.balance == "auto" and configured.parallel.pipeline_model_parallel_size > 1:
         configured = balanced(configured, world, hf_dir, gpu.devices[0])
-    searched = Searched(model, material.samples, configured, world, Machine(gpu, Efficiency()), args.vary)
+    fit, words = Efficiency(), material.words
+    if args.calibration is not None:
+        calibration = read_calibration(args.calibration, gpu)
+        fit, words = calibration.applied(fit), f"{words}; measured here: {calibration.describe()}"
+    searched = Searched(model, material.samples, configured, world, Machine(gpu, fit), args.vary)
     # The run's own arguments, by their keys.
     typed = [("", f"--config {args.config}")] if args.config else []
     if args.hf_dir is not None and args.hf_dir.is_dir():
         line.flags.setdefault("checkpoint.hf_dir", str(args.hf_dir))
     for key, value in line.flags.items():
         typed.append((key, name_of(key) if value is True else f"{name_of(key)} {value}"))
-    return searched, material.words, [*typed, *((text.partition("=")[0].strip(), text) for text in line.overrides)]
+    return searched, words, [*typed, *((text.partition("=")[0].strip(), text) for text in line.overrides)]
 
 
 def _world(gpus: object, run: RunConfig) -> int:

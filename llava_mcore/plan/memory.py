@@ -50,7 +50,8 @@ class StageMemory:
 
 def stage_memory(model: Model, layout: RunLayout, packs: PackWork, stage: int, fit: Efficiency) -> StageMemory:
     """Predict the peak of a stage: that of the micro-batch that takes most."""
-    both = [_with_peak(model, layout, packs, peak, stage, fit) for peak in packs.peaks]
+    peaks = {packs.peaks[0], packs.peaks[1]} if stage in (0, layout.pp - 1) else {packs.peaks[0]}
+    both = [_with_peak(model, layout, packs, peak, stage, fit) for peak in peaks]
     return max(both, key=lambda x: x.total)
 
 

@@ -59,6 +59,7 @@ class Searched:
     machine: Machine
     vary: Sequence[str] = ()
     packs: dict[tuple[object, ...], PackWork] = field(default_factory=dict)
+    balanced: dict[RunLayout, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def gpu(self) -> Gpu:
@@ -203,6 +204,10 @@ def _stages(searched: Searched, base: Changes) -> Iterator[Changes]:
     layout = layout_of(run, searched.world, num_layers // pp * pp)
     full = [num_layers // pp] * (pp - 1)
     layout = replace(layout, layers=(*full, num_layers - sum(full)))
-    layers = balanced_layers(searched.model, layout, searched.packs_of(layout), searched.machine)
+    # The optimizer's state takes no time, so that layouts with another one have the same stages.
+    key = replace(layout, state_bytes=0.0)
+    if key not in searched.balanced:
+        searched.balanced[key] = balanced_layers(searched.model, layout, searched.packs_of(layout), searched.machine)
+    layers = searched.balanced[key]
     if len(set(layers)) > 1:
         yield {**stage_keys(layers), CHUNK: None}

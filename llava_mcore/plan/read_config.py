@@ -48,6 +48,8 @@ def model_of(values: Values, *, source: str, processor: Values | None = None) ->
         raise ConfigError(f"{source}: model_type is {kind!r}, expected one of {', '.join(PARTS)}")
     try:
         return _model(str(kind), values, processor or {})
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
     except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
         raise ConfigError(f"{source}: a value that a plan needs is missing or strange ({error!r})") from error
 
@@ -81,7 +83,9 @@ def _model(kind: str, values: Values, processor: Values) -> Model:
     top_level = CLASSES.get(kind, {}) | {key: x for key, x in values.items() if x is not None}
     # Files of Qwen2-VL on the hub have the language model's values on the top level.
     written = values.get("text_config") or (values if "hidden_size" in values else {})
-    text_kind = written["model_type"] if written.get("model_type") in TEXTS else text_kind
+    text_kind = str(written.get("model_type", text_kind)) if written.get("model_type") != kind else text_kind
+    if text_kind not in TEXTS:
+        raise ConfigError(f"text_config.model_type is {text_kind!r}; a plan knows {', '.join(TEXTS)}")
     text = TEXTS[text_kind] | written
     of_tower = values.get(section) or {}
     named = str(of_tower.get("model_type", tower_kind))

@@ -26,7 +26,7 @@ from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.connectors.perceiver_resampler import PerceiverLayer
-from llava_mcore.models.language.router import Router, RouterLosses
+from llava_mcore.models.language.router import ExpertLoads, Router, RouterLosses
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
@@ -48,7 +48,7 @@ class Trainer:
     """The model with its optimizer and schedule.
 
     chunks: this rank's model, wrapped. trained_parts: parts with trained parameters, on any rank. loaded_from: the
-    checkpoint whose weights it has begun with.
+    checkpoint whose weights it has begun with. loads: of a model with experts.
     """
 
     run: RunConfig
@@ -61,6 +61,7 @@ class Trainer:
     loaded_from: Path | None = None
     adapter_setup: AdapterSetup | None = None
     graphs: Sequence[LayerGraphs] = ()
+    loads: ExpertLoads | None = None
 
     @property
     def fields(self) -> Fields:
@@ -127,7 +128,17 @@ def build_trainer(
         trained_parts = adapter_setup.trained_parts
     graphs = model_graphs(models[0], chunks[0], run) if run.model.cuda_graphs else []
     return Trainer(
-        run, groups, hf, chunks, optimizer, scheduler, trained_parts, start.checkpoint, adapter_setup, graphs
+        run,
+        groups,
+        hf,
+        chunks,
+        optimizer,
+        scheduler,
+        trained_parts,
+        start.checkpoint,
+        adapter_setup,
+        graphs,
+        ExpertLoads.of(models),
     )
 
 

@@ -120,17 +120,19 @@ def losses_in_bf16(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, 
     }
 
 
-def trained_with_terms(groups: Groups, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
+def trained_with_terms(groups: Groups, checkpoint: str, save_dir: str) -> dict[str, list[Any]]:
     """Return loss and what routers report in a few steps, with whole layers computed again."""
     run = configure(groups, checkpoint, save_dir, **{"model.recompute": "full", "optimizer.lr": 1e-2} | TERMS)
     trainer = make_trainer(groups, run)
     loader = open_fake_loader(groups, trainer, run, 0)
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Any]] = {}
     for _ in range(3):
         number = GLOBAL_BATCH // (MICRO_BATCH * groups.dp_size)
         batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
         chunks, optimizer = trainer.chunks, trainer.optimizer
-        result = train_step(groups, chunks, optimizer, trainer.scheduler, batches, GLOBAL_BATCH).result()
+        step = train_step(groups, chunks, optimizer, trainer.scheduler, batches, GLOBAL_BATCH, loads=trainer.loads)
+        result = step.result()
+        found.setdefault("tokens", []).append([sum(layer) for layer in result.loads])
         found.setdefault("loss", []).append(result.loss)
         for name, (total, count) in result.sums.items():
             found.setdefault(name, []).append(total / count)

@@ -136,7 +136,9 @@ def test_training_gives_the_same_numbers(results: Found, layout: Layout) -> None
     assert here["packed"]["grad_norm"] == pytest.approx(reference["packed"]["grad_norm"], rel=1e-5)
     terms = here["with terms"]
     assert terms["loss"] == pytest.approx(reference["with terms"]["loss"], rel=1e-5)
-    for name in ("load_balancing", "router_z", "max_expert_load"):
+    assert terms["tokens"] == reference["with terms"]["tokens"]
+    assert all(x[0] == x[2] == x[3] > x[1] == 0 for x in terms["tokens"]), "the second layer has no experts"
+    for name in ("load_balancing", "router_z", "max_expert_load", "min_expert_load"):
         assert terms[name] == pytest.approx(reference["with terms"][name], rel=1e-5)
     assert reference["losses"][2] < reference["losses"][0]
     assert here["parameters"] == reference["parameters"], "each expert is counted once"

@@ -8,20 +8,22 @@ t: tokens of this rank, e: experts, k: experts of a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from llava_mcore.parallel.named_sums import add_sum, with_loss
+from llava_mcore.parallel.named_sums import with_loss
 
-LOAD_BALANCING, ROUTER_Z, MAX_LOAD = "load_balancing", "router_z", "max_expert_load"
+LOAD_BALANCING, ROUTER_Z = "load_balancing", "router_z"
 """Names of sums, each a mean over layers: e / k * sum(share of tokens * mean probability), 1 for an even load; the mean
-square of the logarithm of the softmax's denominator; the tokens of the busiest expert, relative to an even load."""
+square of the logarithm of the softmax's denominator."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Router(TopKRouter):
     losses = RouterLosses()
     token_weights: Tensor | None = None
     """[t], of the tokens in this call: see `token_weights`. None: no term is computed."""
+    load: Tensor | None = None
+    """Tokens of this rank that each expert has got in the current step, [e], without padding."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and choice of each token, [t, e] both, of logits [s, b, e]."""
@@ -53,13 +57,15 @@ class Router(TopKRouter):
         With sequence parallelism each rank adds the part of its own tokens.
         """
         # Tokens of each expert and their number, over all tokens of the micro-batch.
+        grad_enabled = torch.is_grad_enabled()
         is_counted = weights > 0
         with torch.no_grad():
             counts = torch.cat([(chosen & is_counted[:, None]).sum(0), is_counted.sum()[None]]).float()
+            if grad_enabled:  # once, also where the backward pass computes layers again
+                self.load = counts[:-1].clone() if self.load is None else self.load + counts[:-1]
             if self.config.sequence_parallel:
                 dist.all_reduce(counts, group=self.tp_group)
             of_experts, num_tokens = counts[:-1], counts[-1].clamp(min=1)
-            add_sum(MAX_LOAD, of_experts.max() * len(of_experts) / self.topk, counts[-1])
         divided = self.config.sequence_parallel
         options = {"config": self.config, "divided": divided}
         if self.losses.load_balancing:
@@ -71,6 +77,34 @@ class Router(TopKRouter):
             z = weights @ logits.float().logsumexp(-1).square()
             probs = with_loss(probs, ROUTER_Z, z, weights.sum(), coefficient=self.losses.z, **options)
         return probs
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """The tokens of each expert in a step. `routers`: those of this rank's layers."""
+
+    routers: tuple[Router, ...]
+    num_layers: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, models: Sequence[MegatronModule]) -> ExpertLoads | None:
+        """Return those of a rank's part of a model; None without experts."""
+        config = models[0].config
+        if config.num_moe_experts is None:
+            return None
+        routers = tuple(x for model in models for x in model.modules() if isinstance(x, Router))
+        return cls(routers, config.num_layers, config.num_moe_experts)
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return this rank's counts float64 [layers, experts], and begin again; summed over ranks they are the global
+        batch's. Layers without experts, and of other stages, have zeros. No host sync."""
+        counts = torch.zeros(self.num_layers, self.num_experts, dtype=torch.float64, device=device)
+        for router in self.routers:
+            if router.load is not None:
+                counts[router.layer_number - 1] = router.load
+            router.load = None
+        return counts
 
 
 def token_weights(config: TransformerConfig, loss_mask: Tensor | None) -> Tensor | None:

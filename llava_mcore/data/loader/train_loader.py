@@ -31,7 +31,7 @@ from llava_mcore.data.loader.saved_position import (
 from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, PixelBuffers, reading
 from llava_mcore.data.loader.stream import Stream, StreamServer
 from llava_mcore.data.loader.turns import (
-    Turns,
+    StreamTurns,
     share,
     states_to_read,
     streams_to_count,
@@ -225,14 +225,14 @@ def _log_start(
         logger.warning(warning)
 
 
-def _turns_of(rank: RankReads, num_streams: int, num_batches: dict[int, int]) -> Turns:
+def _turns_of(rank: RankReads, num_streams: int, num_batches: dict[int, int]) -> StreamTurns:
     """Return the turns of a rank, after the batches that the streams have returned.
 
     Other ranks take batches of the same streams, if these cannot be divided evenly.
     """
     counted = streams_to_count(num_streams, rank.dp_rank, rank.dp_size)
     shared = () if num_streams % rank.dp_size == 0 else (rank.dp_rank, rank.dp_size)
-    return Turns({n: num_batches.get(n, 0) for n in counted}, *shared)
+    return StreamTurns({n: num_batches.get(n, 0) for n in counted}, *shared)
 
 
 def _most_tiles(data: DataConfig, assets: Assets) -> int:
@@ -250,7 +250,7 @@ def _most_bytes(data: DataConfig, assets: Assets) -> int:
 
 def _serve(
     streams: dict[int, Stream],
-    turns: Turns,
+    turns: StreamTurns,
     data: DataConfig,
     seed: int,
     buffer_bytes: int,

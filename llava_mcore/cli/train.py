@@ -10,6 +10,7 @@ from llava_mcore.cli.common import command_main
 from llava_mcore.config.flags import CommandLine, make_parser
 from llava_mcore.config.load import run_config_yaml
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.launch.forecast import memory_warning
 from llava_mcore.launch.singularity import inner_command, rerun_in_container
 from llava_mcore.launch.start import prepare, prepare_job, start, submit
 
@@ -29,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
         command = inner_command("train", command_line.arguments)
         return rerun_in_container(config.launch.sif_path, command, dry_run=command_line.dry_run)
     launch = prepare(config, command_line.typed)
+    warning = memory_warning(launch.run, launch.run.launch.num_gpus * launch.nodes.count, launch.gpu_count)
+    if warning is not None and launch.nodes.rank == 0:
+        print(f"warning: {warning}", file=sys.stderr)
     if command_line.dry_run:
         if config.checkpoint.unsaved is not None:
             print(f"note: {config.checkpoint.unsaved}", file=sys.stderr)

@@ -76,6 +76,9 @@ class ParallelConfig(Section):
     num_layers_per_virtual_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
     """Interleave the pipeline: divide each stage into chunks of this many layers; smaller bubbles, more messages. Not
     given: one chunk per stage."""
+    balance: Annotated[Literal["none", "auto"], _PIPELINE] = "none"
+    """Divide the layers so that all stages take equally long by the prediction of `plan` (auto): the vision tower's
+    stage gets fewer. none: equal stages, or those of num_layers_in_first_pipeline_stage and …_last_…."""
     sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
     """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
     vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR] = False

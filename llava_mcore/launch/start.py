@@ -17,8 +17,9 @@ from llava_mcore.files.folder_lock import FolderLock
 from llava_mcore.files.regular import naming
 from llava_mcore.launch import slurm
 from llava_mcore.launch.ending import last_lines
+from llava_mcore.launch.forecast import completed
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve, with_epochs
+from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve
 from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
@@ -109,7 +110,7 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
     errors: list[str] = []
     with collecting(errors):
-        run = with_epochs(run)
+        run = completed(run, world_size, gpu_count)
     others = preflight(run, world_size, gpu_count, keys)
     errors = [*others, *(error for error in errors if error not in others), *_without_submit(keys)]
     if errors:
@@ -149,7 +150,6 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
     with RunLock(run, launch.nodes).hold():
         with naming(launch.config_file):
             save_run_config(run, launch.config_file)
-        # What a user wants to know before the first iteration.
         for notice in notices:
             print(notice, flush=True)
         print(launch.layout, flush=True)

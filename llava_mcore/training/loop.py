@@ -146,7 +146,9 @@ class TrainingLoop:
         step: LaunchedStep | None = None
         by_epochs = self.config.training.samples_to_read is not None  # the learning rate then follows what was read
         if not iterations.leaves_out_next:
-            with explain_out_of_memory(trainer.run, trainer.groups, self.progress.iteration + 1):
+            with explain_out_of_memory(
+                trainer.run, trainer.groups, self.progress.iteration + 1, self.reporter.forecast
+            ):
                 step = train_step(
                     trainer.groups,
                     trainer.chunks,

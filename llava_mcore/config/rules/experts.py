@@ -20,6 +20,7 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
         if keys:
             yield f"{keys}: {source} has no mixtures of experts, so no router: omit that"
         return
+    # The layout: what divides the experts, and the processes of a stage.
     yield from check_expert_layout(dims, ep, etp, source)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     per_stage = world_size // pp
@@ -28,6 +29,7 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             f"--ep {ep} x --etp {etp} = {ep * etp} does not divide the {per_stage} processes of a stage, which are "
             f"--tp {tp} x {per_stage // tp} data-parallel ones: lower --ep or --etp, or use more processes"
         )
+    # What experts need besides.
     if tp > 1 and not parallel.sequence_parallel:
         yield (
             f"--tp {tp}: {source} has mixtures of experts, which train at --tp 2 or more with --sequence-parallel "

@@ -72,11 +72,18 @@ class RunLayout:
     seq_length: int = 4096
     computed_multiple: int = 8
     vocab_multiple: int = 128
+    ep: int = 1
+    etp: int = 1
 
     @cached_property
     def dp(self) -> int:
         """Data-parallel ranks."""
         return self.world // (self.tp * self.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of an expert."""
+        return max(1, self.world // (self.pp * self.ep * self.etp))
 
     def padded_vocab(self, vocab: int) -> int:
         """Return the rows of the embedding with padding."""

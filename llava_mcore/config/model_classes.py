@@ -40,7 +40,9 @@ MODEL_CLASSES = {
     "qwen2_vl": ModelClass("Qwen2VLForConditionalGeneration", "qwen_vl.Qwen2Vl"),
     "qwen2_5_vl": ModelClass("Qwen2_5_VLForConditionalGeneration", "qwen_vl.Qwen25Vl"),
     "qwen3_vl": ModelClass("Qwen3VLForConditionalGeneration", "qwen_vl.Qwen3Vl"),
+    "qwen3_vl_moe": ModelClass("Qwen3VLMoeForConditionalGeneration", "qwen_vl.Qwen3VlMoe"),
     "qwen3_5": ModelClass("Qwen3_5ForConditionalGeneration", "qwen_vl.Qwen35"),
+    "qwen3_5_moe": ModelClass("Qwen3_5MoeForConditionalGeneration", "qwen_vl.Qwen35Moe"),
     "qwen2_audio": ModelClass("Qwen2AudioForConditionalGeneration", "qwen2_audio.Qwen2Audio"),
 }
 """By model_type. `build` takes the first class that has the connector asked for."""

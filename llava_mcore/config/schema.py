@@ -22,6 +22,7 @@ from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.config.sections.logs import LoggingConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig
+from llava_mcore.config.sections.router import RouterConfig
 from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.config.sections.validation import ValidationConfig
 
@@ -83,6 +84,12 @@ class ParallelConfig(Section):
     vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR] = False
     """With tensor parallelism, give every rank the whole vision tower (or audio encoder) and a part of the pictures, in
     place of a part of the tower. Its widths then need not be divisible by --tp."""
+    expert_model_parallel_size: Annotated[Parts, Flag("--ep")] = 1
+    """In a model with mixtures of experts, processes that divide the experts of a layer (expert parallelism). They are
+    some of a stage's tensor- and data-parallel processes."""
+    expert_tensor_parallel_size: Annotated[Parts, Flag("--etp")] = 1
+    """In a model with mixtures of experts, processes that divide each expert. Not the tensor-parallel size: experts are
+    small, and whole ones are faster."""
     use_distributed_optimizer: Annotated[bool, Flag("--dist-optim")] = False
     """Divide the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = True
@@ -104,6 +111,7 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
+    router: RouterConfig = RouterConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     training: TrainingConfig

@@ -26,7 +26,8 @@ from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.log import warn_on_failure
-from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
+from llava_mcore.parallel.agreement import agree
+from llava_mcore.parallel.groups import Groups, initialize, shut_down, wait_for_all
 from llava_mcore.parallel.random import make_deterministic, seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals
@@ -227,6 +228,8 @@ def _join_world(run: RunConfig) -> Groups:
         backend=run.parallel.backend,
         tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
+        expert_model_parallel_size=run.parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
         timeout_seconds=run.faults.timeout,
     )
     seed_everything(run.training.seed)

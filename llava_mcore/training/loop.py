@@ -159,6 +159,7 @@ class TrainingLoop:
                     trainer.graphs,
                     only_if_finite=iterations.only_if_finite,
                     dataset_names=self.dataset_names,
+                    loads=trainer.loads,
                 )
         iterations.launched(fetched, step, rates)
 

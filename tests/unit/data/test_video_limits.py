@@ -27,7 +27,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.media.media import VideoShape
 from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.tiny_hf import make_hf_llava, make_onevision
-from tests.helpers.tiny_qwen import KINDS, make_each_kind
+from tests.helpers.tiny_qwen import OWN_TOWERS, make_each_kind
 from tests.helpers.videos import noise
 from tests.unit.data.test_data_loader import open_loader, take
 
@@ -46,7 +46,7 @@ RANGES = [PixelRange(2000, 4000), PixelRange(smallest=6000), PixelRange(largest=
 
 
 @pytest.mark.parametrize("pixels", RANGES, ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OWN_TOWERS)
 def test_a_range_of_frames_is_applied_as_the_processor_would(
     folders: dict[str, Path], name: str, pixels: PixelRange, tmp_path: Path
 ) -> None:

@@ -159,6 +159,8 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         seq_length=run.data.seq_length,
         computed_multiple=loader_multiple(run) if model.cuda_graphs else pad_multiple(run),
         vocab_multiple=model.make_vocab_size_divisible_by,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
     )
 
 

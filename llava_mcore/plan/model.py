@@ -252,4 +252,7 @@ class Model:
             delta_key_heads=d.delta_heads[0],
             delta_value_heads=d.delta_heads[1],
             delta_width=d.delta_in,
+            num_experts=0 if d.experts is None else d.experts.count,
+            expert_ffn_hidden_size=0 if d.experts is None else d.experts.ffn,
+            shared_ffn_hidden_size=0 if d.experts is None else d.experts.shared,
         )

@@ -208,7 +208,9 @@ def _recomputed(model: Model, layout: RunLayout, forward: Pass) -> Pass:
         return forward.times(share)
     if layout.recompute == "selective" and "mlp" in layout.recompute_modules:
         d = model.decoder
-        return Pass(layers=forward.layers * 3 * d.hidden * d.ffn / d.layer_weights, other=forward.other * 0.5)
+        dense = 1 - d.sparse_share
+        again = forward.layers * dense * 3 * d.hidden * d.ffn / d.layer_weights
+        return Pass(layers=again, other=forward.other * 0.5 * dense)
     return Pass()
 
 

@@ -19,7 +19,7 @@ from llava_mcore.launch import slurm
 from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.forecast import completed
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve
+from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve, with_epochs
 from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
@@ -204,12 +204,12 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
     errors, notes = preflight_of_job(run, world_size, gpus if on_gpus else 0, keys)
     if errors:
         raise ConfigError(problems("The run cannot start", errors))
-    completed = None if notes else completion(with_epochs(run))
+    finished = None if notes else completion(with_epochs(run))
     if run.checkpoint.unsaved is not None:
         notes.append(run.checkpoint.unsaved)
     cpus = _cpus_per_node(run)
     text = batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus, cpus=cpus)
-    return BatchJob(run.run_dir / BATCH_FILE, text, tuple(notes), completed)
+    return BatchJob(run.run_dir / BATCH_FILE, text, tuple(notes), finished)
 
 
 def _cpus_per_node(run: RunConfig) -> int:

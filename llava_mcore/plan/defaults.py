@@ -10,7 +10,7 @@ from typing import Any
 Values = dict[str, Any]
 
 
-def _text(hidden: int, ffn: int, layers: int, heads: int, groups: int | None, vocab: int, **more: Any) -> Values:
+def _text(hidden: int, ffn: int | None, layers: int, heads: int, groups: int | None, vocab: int, **more: Any) -> Values:
     return {
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -25,6 +25,9 @@ def _text(hidden: int, ffn: int, layers: int, heads: int, groups: int | None, vo
 _QWEN2 = _text(4096, 22016, 32, 32, 32, 151936, max_position_embeddings=32768)
 _QWEN_VL = _text(8192, 29568, 80, 64, 8, 152064, max_position_embeddings=32768)
 _GEMMA = _text(2304, 9216, 26, 8, 4, 256000, head_dim=256, max_position_embeddings=8192, sliding_window=4096)
+_DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+_DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 TEXTS: dict[str, Values] = {
     "llama": _text(4096, 11008, 32, 32, None, 32000, max_position_embeddings=2048),
     "mistral": _text(4096, 14336, 32, 32, 8, 32000, max_position_embeddings=4096 * 32, sliding_window=4096),
@@ -38,11 +41,20 @@ TEXTS: dict[str, Values] = {
     "qwen3_vl_text": {**_QWEN2, "head_dim": 128, "max_position_embeddings": 128000},
     "qwen3_5_text": {
         **_text(4096, 12288, 32, 16, 4, 248320, head_dim=256, max_position_embeddings=32768),
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+        **_DELTA,
+    },
+    "qwen3_moe": {
+        **_text(2048, 6144, 24, 32, 4, 151936, max_position_embeddings=32768),
+        **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, **_SPARSE},
+    },
+    "qwen3_vl_moe_text": {
+        **_text(2048, 5632, 24, 16, 16, 151936, head_dim=128, max_position_embeddings=128000),
+        **{"num_experts_per_tok": 4, "moe_intermediate_size": 1408, **_SPARSE},
+    },
+    "qwen3_5_moe_text": {
+        **_text(2048, None, 40, 16, 2, 248320, head_dim=256, max_position_embeddings=32768),
+        **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+        **{"shared_expert_intermediate_size": 512, **_DELTA},
     },
 }
 """By model_type of the language model."""
@@ -72,7 +84,9 @@ TOWERS: dict[str, Values] = {
     "qwen2_5_vl_vision": {**_QWEN_VIT, "hidden_size": 3584, "intermediate_size": 3420, "window_size": 112}
     | {"fullatt_block_indexes": [7, 15, 23, 31]},
     "qwen3_vl_vision": {**_QWEN3_VIT, "deepstack_visual_indexes": [8, 16, 24]},
+    "qwen3_vl_moe_vision": {**_QWEN3_VIT, "deepstack_visual_indexes": [8, 16, 24]},
     "qwen3_5_vision": _QWEN3_VIT,
+    "qwen3_5_moe_vision": _QWEN3_VIT,
     "qwen2_audio_encoder": {
         **{"num_mel_bins": 128, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120},
         **{"d_model": 1280, "max_source_positions": 1500},
@@ -92,6 +106,8 @@ PARTS: dict[str, tuple[str, str]] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision"),
     "qwen3_vl": ("qwen3_vl_text", "qwen3_vl_vision"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_vision"),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", "qwen3_vl_moe_vision"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
     "qwen2_audio": ("qwen2", "qwen2_audio_encoder"),
 }
 """model_types of language model and tower where config.json does not name them, by that of the class."""

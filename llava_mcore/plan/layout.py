@@ -72,11 +72,18 @@ class RunLayout:
     seq_length: int = 4096
     computed_multiple: int = 8
     vocab_multiple: int = 128
+    ep: int = 1
+    etp: int = 1
 
     @cached_property
     def dp(self) -> int:
         """Data-parallel ranks."""
         return self.world // (self.tp * self.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of an expert."""
+        return max(1, self.world // (self.pp * self.ep * self.etp))
 
     def padded_vocab(self, vocab: int) -> int:
         """Return the rows of the embedding with padding."""
@@ -152,6 +159,8 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         seq_length=run.data.seq_length,
         computed_multiple=loader_multiple(run) if model.cuda_graphs else pad_multiple(run),
         vocab_multiple=model.make_vocab_size_divisible_by,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.model import Model
-from llava_mcore.plan.parameters import StageParameters, stage_parameters
+from llava_mcore.plan.parameters import StageParameters, owned, stage_parameters
 from llava_mcore.plan.work import PackWork, Work
 
 NF4_BYTES = 4.127 / 8
@@ -70,11 +70,10 @@ def _with_peak(
     output, temporary = output_layer(model, layout, work) if last else 0.0, _temporary(model, layout, work)
     pixels = _pixels(work, in_flight) if first else 0.0
     graphs = _graphs(model, layout, work, parameters, fit) if layout.graphs else 0.0
-    sharded = layout.dp if layout.distributed_optimizer else 1
     parts = {
         "weights": _weights(layout, parameters),
         "gradients": 4.0 * parameters.trained,
-        "optimizer": layout.state_bytes * parameters.trained / sharded,
+        "optimizer": layout.state_bytes * owned(layout, parameters),
         "activations": stored,
         "tower_activations": tower,
         "output_layer": output if output > temporary else 0.0,
@@ -112,9 +111,15 @@ def layer_bytes(model: Model, layout: RunLayout) -> float:
         attention += 2 * (d.qkv - d.groups * d.head_dim)
     delta = 2 * (3 * d.delta_in + 2 * d.delta_out)  # before and after the convolution, gates, and the net's output
     attention += d.delta_share * (delta - attention)
-    mlp = (4 + (0 if layout.adapter.is_on else 1 if fp8 else 2)) * d.ffn
-    if layout.recompute == "selective" and "mlp" in layout.recompute_modules:
-        norms, mlp = norms - 2 * d.hidden, 0
+    mlp = (4.0 + (0 if layout.adapter.is_on else 1 if fp8 else 2)) * d.ffn
+    dense = 1 - d.sparse_share
+    if layout.recompute == "selective" and "mlp" in layout.recompute_modules:  # megatron-core leaves out mixtures
+        norms, mlp = norms - 2 * d.hidden * dense, 0.0
+    mlp *= dense
+    if d.experts is not None:
+        # What is sent to experts and comes back, once more in the order of experts; inside them; the router's numbers.
+        e = d.experts
+        mlp += d.sparse_share * (e.chosen * (8 * d.hidden + 6 * e.ffn) + 6 * e.shared + 12 * e.count)
     if layout.recompute == "selective" and "core_attn" in layout.recompute_modules:
         attention -= 2 * d.queries
     lora = 14 * layout.adapter.language

@@ -10,6 +10,22 @@ from llava_mcore.config.rules.dims import ModelDims
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """Mixtures of experts in place of MLPs. `count`: experts of a layer; `chosen`: those of a token; `ffn`, `shared`:
+    width inside one of them, and inside what all tokens share; `layers`: layers that have a mixture."""
+
+    count: int
+    chosen: int
+    ffn: int
+    layers: int
+    shared: int = 0
+
+    def router(self, hidden: int) -> int:
+        """Weights that choose the experts, and the gate of what is shared."""
+        return hidden * (self.count + (1 if self.shared else 0))
+
+
+@dataclass(frozen=True)
 class Decoder:
     """The language model.
 
@@ -39,6 +55,7 @@ class Decoder:
     """Parameters of a delta net beside its matrices."""
     delta_heads: tuple[int, int] = (0, 0)
     """Of keys and of values."""
+    experts: ExpertShape | None = None
 
     @property
     def queries(self) -> int:
@@ -63,16 +80,36 @@ class Decoder:
         return attention + self.delta_share * (delta - attention)
 
     @property
+    def sparse_share(self) -> float:
+        """Fraction of the layers that have experts."""
+        return 0.0 if self.experts is None else self.experts.layers / self.num_layers
+
+    @property
+    def mlp_weights(self) -> float:
+        """Weights of MLPs, of what all tokens share beside experts and of routers, the mean over the layers."""
+        dense = (1 - self.sparse_share) * 3 * self.hidden * self.ffn
+        if self.experts is None:
+            return dense
+        return dense + self.sparse_share * (3 * self.hidden * self.experts.shared + self.experts.router(self.hidden))
+
+    @property
+    def expert_weights(self) -> float:
+        """Weights of all experts, the mean over the layers."""
+        if self.experts is None:
+            return 0.0
+        return self.sparse_share * self.experts.count * 3 * self.hidden * self.experts.ffn
+
+    @property
     def layer_weights(self) -> float:
-        """Weights in the matrices of a layer, the mean over the layers."""
-        return self.mixer_weights + 3 * self.hidden * self.ffn
+        """Weights in the matrices of a layer but those of experts, the mean over the layers."""
+        return self.mixer_weights + self.mlp_weights
 
     @property
     def layer_parameters(self) -> float:
         """All parameters of a layer, the mean over the layers."""
         biases = (self.qkv if self.qkv_bias else 0) + (2 * self.head_dim if self.head_norms else 0)
         small = biases + self.delta_share * (self.delta_small - biases)
-        return self.layer_weights + self.num_norms * self.hidden + small
+        return self.layer_weights + self.expert_weights + self.num_norms * self.hidden + small
 
 
 @dataclass(frozen=True)
@@ -215,4 +252,7 @@ class Model:
             delta_key_heads=d.delta_heads[0],
             delta_value_heads=d.delta_heads[1],
             delta_width=d.delta_in,
+            num_experts=0 if d.experts is None else d.experts.count,
+            expert_ffn_hidden_size=0 if d.experts is None else d.experts.ffn,
+            shared_ffn_hidden_size=0 if d.experts is None else d.experts.shared,
         )

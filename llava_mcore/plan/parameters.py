@@ -13,7 +13,8 @@ from llava_mcore.plan.model import Model
 class StageParameters:
     """Counts on one rank of a stage.
 
-    `layers`: of the decoder's matrices alone, which FP8 and quantization concern. `ends`: embedding and output layer.
+    `layers`: of the decoder's matrices alone, which FP8 and quantization concern. `experts`: of experts, whose replicas
+    are others. `ends`: embedding and output layer.
     `tower`: with the connector. `adapter`: LoRA's matrices.
     """
 
@@ -24,11 +25,14 @@ class StageParameters:
     connector: float
     adapter: float
     trained: float
+    experts: float = 0.0
+    trained_experts: float = 0.0
+    """Part of `trained`."""
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.layers + self.small + self.ends + self.tower + self.connector + self.adapter
+        return self.layers + self.experts + self.small + self.ends + self.tower + self.connector + self.adapter
 
 
 def stage_parameters(model: Model, layout: RunLayout, stage: int) -> StageParameters:
@@ -40,15 +44,18 @@ def stage_parameters(model: Model, layout: RunLayout, stage: int) -> StageParame
     # A tied output layer on another stage than the embedding has a copy of it.
     ends = rows * (int(first) + int(last and not (decoder.tied and layout.pp == 1)))
     layers = num_layers * decoder.layer_weights / tp
-    small = num_layers * (decoder.layer_parameters - decoder.layer_weights) + (decoder.hidden if last else 0)
+    experts = num_layers * decoder.expert_weights / (layout.ep * layout.etp)
+    small = num_layers * (decoder.layer_parameters - decoder.layer_weights - decoder.expert_weights)
+    small += decoder.hidden if last else 0
     tower = model.tower.parameters / (1 if layout.whole_towers else tp) if first else 0.0
     connector = model.connector.parameters / tp if first else 0.0
     adapter = _adapter_parameters(model, layout, num_layers, first=first)
     trained = adapter
     if not layout.adapter.is_on:
-        trained += (layers + small + ends) * layout.trains_language
+        trained += (layers + experts + small + ends) * layout.trains_language
         trained += tower * layout.trains_tower + connector * layout.trains_projection
-    return StageParameters(layers, small, ends, tower, connector, adapter, trained)
+    of_experts = experts * (layout.trains_language and not layout.adapter.is_on)
+    return StageParameters(layers, small, ends, tower, connector, adapter, trained, experts, of_experts)
 
 
 def adapted_sizes(model: Model) -> Mapping[str, int]:
@@ -77,3 +84,10 @@ def _adapter_parameters(model: Model, layout: RunLayout, num_layers: int, *, fir
         count += adapter.vision * tower.num_layers * of_layer
         count += adapter.projection * sum(x.inputs + x.outputs for x in model.connector.products)
     return count
+
+
+def owned(layout: RunLayout, p: StageParameters) -> float:
+    """Return the trained parameters whose optimizer state a rank has."""
+    if not layout.distributed_optimizer:
+        return p.trained
+    return (p.trained - p.trained_experts) / layout.dp + p.trained_experts / layout.expert_dp

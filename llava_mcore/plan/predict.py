@@ -8,7 +8,7 @@ from llava_mcore.plan.gpus import GIB
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.memory import StageMemory, stage_memory
 from llava_mcore.plan.model import Model
-from llava_mcore.plan.parameters import stage_parameters
+from llava_mcore.plan.parameters import owned, stage_parameters
 from llava_mcore.plan.schedule import step_seconds
 from llava_mcore.plan.seconds import Machine, Pass, stage_passes
 from llava_mcore.plan.work import PackWork
@@ -95,20 +95,25 @@ def predict(model: Model, layout: RunLayout, packs: PackWork, machine: Machine) 
 
 def _after_passes(model: Model, layout: RunLayout, machine: Machine) -> tuple[float, float]:
     """Return the exposed seconds of summing gradients and gathering weights, and those of the update."""
-    trained = max(stage_parameters(model, layout, stage).trained for stage in range(layout.pp))
+    parameters = max((stage_parameters(model, layout, x) for x in range(layout.pp)), key=lambda x: x.trained)
+    trained, of_experts = parameters.trained, parameters.trained_experts
     dp, fit = layout.dp, machine.fit
     # Replicas are the outermost dimension: their messages cross nodes as soon as there are several.
     across = layout.world > machine.gpu.per_node
-    reduce = machine.collective(4 * trained, dp, across_nodes=across)
-    gather = machine.collective(2 * trained, dp, across_nodes=across)
+
+    def over_replicas(num_bytes: float) -> float:
+        rest = machine.collective(num_bytes * (trained - of_experts), dp, across_nodes=across)
+        return rest + machine.collective(num_bytes * of_experts, layout.expert_dp, across_nodes=across)
+
+    reduce, gather = over_replicas(4), over_replicas(2)
     if not layout.distributed_optimizer:
         reduce, gather = 2 * reduce, 0.0
     hidden_reduce = fit.exposed if layout.overlap_grad_reduce else 1.0
     hidden_gather = fit.exposed if layout.overlap_param_gather else 1.0
     exposed = reduce * hidden_reduce + gather * hidden_gather
-    owned = trained / (dp if layout.distributed_optimizer else 1)
+    local = owned(layout, parameters)
     # Read and written: master weight and moments; read: gradients, also for their norm; written: weights, zeros.
-    update = machine.moved(owned * (2 * layout.state_bytes + 4 + 2) + trained * 8)
+    update = machine.moved(local * (2 * layout.state_bytes + 4 + 2) + trained * 8)
     if layout.offloaded_bytes:
-        update += owned * 6 / 25e9 + owned * 16 / 100e9  # over PCIe, and in the host's memory
+        update += local * 6 / 25e9 + local * 16 / 100e9  # over PCIe, and in the host's memory
     return exposed, update + fit.host_step

@@ -9,16 +9,17 @@ from typing import Any
 
 from llava_mcore.errors import ConfigError
 from llava_mcore.plan.defaults import CLASSES, PARTS, TEXTS, TOWERS, Values
-from llava_mcore.plan.model import Decoder, Model, TileRules
+from llava_mcore.plan.model import Decoder, ExpertShape, Model, TileRules
 from llava_mcore.plan.towers import read_connector, read_tower
 
 _NORMS = {"gemma2": 4, "gemma3_text": 4}
 _QKV_BIAS = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text")
-_HEAD_NORMS = ("qwen3", "qwen3_vl_text", "gemma3_text", "qwen3_5_text")
+_GATED_ATTENTION = ("qwen3_5_text", "qwen3_5_moe_text")
+_HEAD_NORMS = ("qwen3", "qwen3_vl_text", "gemma3_text", "qwen3_moe", "qwen3_vl_moe_text", *_GATED_ATTENTION)
 _COMPUTES_WINDOWS = ("gemma2", "gemma3_text")
 _FAMILIES = {"qwen2_vl": "qwen2_vl_vision", "qwen2_5_vl": "qwen2_5_vl_vision", "idefics2": "idefics2_vision"}
 _FAMILIES |= {"qwen3_vl": "qwen3_vl_vision", "qwen3_5": "qwen3_5_vision", "idefics3": "idefics3_vision"}
-_FAMILIES |= {"smolvlm": "smolvlm_vision"}
+_FAMILIES |= {"smolvlm": "smolvlm_vision", "qwen3_vl_moe": "qwen3_vl_moe_vision", "qwen3_5_moe": "qwen3_5_moe_vision"}
 """Names that files give to the tower, which are those of the whole."""
 
 
@@ -95,7 +96,7 @@ def _model(kind: str, values: Values, processor: Values) -> Model:
     vision = TOWERS[named] | {key: x for key, x in of_tower.items() if x is not None}
     decoder = _decoder(text_kind, text, tied=kind != "qwen2_audio" and bool(top_level.get("tie_word_embeddings")))
     tower = read_tower(named, vision, top_level)
-    inner = len(vision.get("deepstack_visual_indexes", ())) if kind == "qwen3_vl" else 0
+    inner = len(vision.get("deepstack_visual_indexes", ())) if kind in ("qwen3_vl", "qwen3_vl_moe") else 0
     return Model(
         model_type=kind,
         decoder=decoder,
@@ -111,11 +112,14 @@ def _decoder(kind: str, text: Values, *, tied: bool) -> Decoder:
     heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
     head_dim = int(text.get("head_dim") or hidden // heads)
     windows = kind not in _COMPUTES_WINDOWS and text.get("use_sliding_window", True)
-    delta = _delta_nets(text, hidden) if kind == "qwen3_5_text" else {}
+    delta = _delta_nets(text, hidden) if kind in _GATED_ATTENTION else {}
+    experts = _experts(text) if "num_experts_per_tok" in text else None
     return Decoder(
         num_layers=int(text["num_hidden_layers"]),
         hidden=hidden,
-        ffn=int(text["intermediate_size"]),
+        ffn=0
+        if experts is not None and experts.layers == text["num_hidden_layers"]
+        else int(text["intermediate_size"]),
         heads=heads,
         groups=int(text["num_key_value_heads"] or heads),
         head_dim=head_dim,
@@ -124,10 +128,25 @@ def _decoder(kind: str, text: Values, *, tied: bool) -> Decoder:
         qkv_bias=kind in _QKV_BIAS,
         num_norms=_NORMS.get(kind, 2),
         head_norms=kind in _HEAD_NORMS,
-        output_gate=kind == "qwen3_5_text",
+        output_gate=kind in _GATED_ATTENTION,
         max_positions=int(text["max_position_embeddings"]),
         window=int(text["sliding_window"]) if windows and text.get("sliding_window") else None,
+        experts=experts,
         **delta,
+    )
+
+
+def _experts(text: Values) -> ExpertShape:
+    """Return the mixtures of a decoder."""
+    layers = range(int(text["num_hidden_layers"]))
+    step, dense = int(text.get("decoder_sparse_step", 1)), text.get("mlp_only_layers", [])
+    sparse = sum(i not in dense and (i + 1) % step == 0 for i in layers)
+    return ExpertShape(
+        count=int(text["num_local_experts"] if "num_local_experts" in text else text["num_experts"]),
+        chosen=int(text["num_experts_per_tok"]),
+        ffn=int(text["moe_intermediate_size"]),
+        layers=sparse,
+        shared=int(text.get("shared_expert_intermediate_size") or 0),
     )
 
 

@@ -21,6 +21,7 @@ MEASURED = ("h100", "h200")
 def describe(layout: RunLayout) -> str:
     """Return a layout in words, without what is usual."""
     words = [f"tp {layout.tp}", f"pp {layout.pp}", f"dp {layout.dp}", f"micro-batch {layout.micro_batch_size}"]
+    words += [f"ep {layout.ep}"] * (layout.ep > 1) + [f"etp {layout.etp}"] * (layout.etp > 1)
     if layout.virtual > 1:
         words.append(f"{layout.virtual} chunks")
     if len(set(layout.layers)) > 1:

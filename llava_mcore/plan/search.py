@@ -144,11 +144,14 @@ def _powers(limit: int) -> list[int]:
 def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
     """Yield values of the options beside the sizes of groups."""
     run, vary = searched.run, searched.vary
+    sparse = searched.model.decoder.sparse_share == 1  # what selective recomputes, such layers do not have
+    recomputed = ("none", "full") if sparse else ("none", "selective", "full")
+    graphs = run.data.packing and pp == 1 and searched.model.decoder.experts is None
     trains_tower = not run.model.freeze_vision_model and not run.adapter.is_on
     axes: list[list[Changes]] = [
         [{"parallel.sequence_parallel": tp > 1, "parallel.use_distributed_optimizer": True}],
-        [{"model.recompute": x} for x in ("none", "selective", "full")],
-        [{"model.cuda_graphs": x, "model.cuda_graphs_vision": False} for x in (False, run.data.packing and pp == 1)],
+        [{"model.recompute": x} for x in recomputed],
+        [{"model.cuda_graphs": x, "model.cuda_graphs_vision": False} for x in (False, graphs)],
     ]
     if tp > 1:
         axes.append([{"parallel.vision_data_parallel": x} for x in (False, True)])
@@ -160,6 +163,7 @@ def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
         trains_tower = True
     axes.append(towers)
     axes.append([{"model.recompute_vision": x} for x in (("none", "full") if trains_tower else ("none",))])
+    axes.append([{"parallel.expert_model_parallel_size": ep} for ep in _expert_sizes(searched, pp)])
     if "moments" in vary:
         axes.append([moments(x) for x in ("fp32", "bf16")])
     if "fp8" in vary:
@@ -177,6 +181,15 @@ def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
         if options["model.freeze_vision_model"] and options["model.recompute_vision"] != "none":
             continue
         yield options
+
+
+def _expert_sizes(searched: Searched, pp: int) -> list[int]:
+    """Return how many ranks may divide the experts; whole experts are faster than parts of them."""
+    experts, gpu = searched.model.decoder.experts, searched.gpu
+    if experts is None:
+        return [1]
+    ranks = searched.world // pp
+    return [ep for ep in _powers(min(experts.count, ranks, 2 * gpu.per_node)) if ranks % ep == 0]
 
 
 def moments(kind: str) -> Changes:

@@ -129,6 +129,8 @@ def _decoder_layer(
         return machine.product(tokens, inputs, outputs, fp8=fp8)
 
     mlp = product(d.hidden, 2 * d.ffn / tp) + product(d.ffn / tp, d.hidden)
+    mixture, sent, moved_again = _mixture(model, layout, work, machine)
+    mlp += d.sparse_share * (mixture - mlp)
     mixer = product(d.hidden, d.qkv / tp) + product(d.queries / tp, d.hidden)
     delta = product(d.hidden, d.delta_in / tp) + product(d.delta_out / tp, d.hidden) if d.delta_layers else 0.0
     products = mlp + mixer + d.delta_share * (delta - mixer)
@@ -140,10 +142,16 @@ def _decoder_layer(
     scores += machine.attention(6 * tokens * d.delta_state / tp * d.delta_share, 64) * 2
     # Norms and residuals, rotation, activation, quantizing: bytes that are read and written.
     outside = tp if layout.sequence_parallel else 1
-    moved = machine.fit.moved * tokens * (d.num_norms * 10 * d.hidden / outside + (4 * d.qkv + 6 * d.ffn) / tp)
+    moved = (
+        machine.fit.moved
+        * tokens
+        * (d.num_norms * 10 * d.hidden / outside + (4 * d.qkv + 6 * d.ffn * (1 - d.sparse_share)) / tp)
+    )
+    moved += d.sparse_share * moved_again
     quantizing = machine.fit.quantizing * tokens * (6 * d.hidden + 3 * (d.queries + d.ffn) / tp) if fp8 else 0.0
     restoring = _restoring(model, layout, machine)
     messages = 2 * machine.collective(2 * 2 * tokens * d.hidden, tp, across_nodes=tp > machine.gpu.per_node)
+    messages += d.sparse_share * sent
     # With sequence parallelism the backward pass gathers the inputs of two matrices again.
     again = 1.25 if layout.sequence_parallel else 1.0
     forward = Pass(
@@ -153,7 +161,7 @@ def _decoder_layer(
         messages=messages,
     )
     times = float(trained) + float(flows)
-    accumulated = 12 * d.layer_weights / tp * trained
+    accumulated = 12 * (d.layer_weights / tp + d.expert_weights / (layout.ep * layout.etp)) * trained
     backward = Pass(
         layers=products * times + 2 * extra,
         attention=2.5 * scores * flows,
@@ -165,6 +173,33 @@ def _decoder_layer(
     return forward, backward
 
 
+def _mixture(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tuple[float, float, float]:
+    """Return the seconds of a mixture's products, those of its messages, and the bytes that it moves, forward.
+
+    Experts are chosen equally often. Each rank sends its tokens to the ranks with their experts, and gets them back.
+    """
+    d, e = model.decoder, model.decoder.experts
+    if e is None:
+        return 0.0, 0.0, 0.0
+    tokens = work.computed / (layout.tp if layout.sequence_parallel else 1)
+    rows = tokens * layout.ep * layout.etp * e.chosen / e.count
+    local = e.count / layout.ep
+    products = local * (
+        machine.product(rows, d.hidden, 2 * e.ffn / layout.etp) + machine.product(rows, e.ffn / layout.etp, d.hidden)
+    )
+    if e.shared:
+        shared = e.shared / layout.tp
+        products += machine.product(work.computed, d.hidden, 2 * shared) + machine.product(
+            work.computed, shared, d.hidden
+        )
+    products += machine.product(tokens, d.hidden, e.count)
+    ranks = layout.ep * layout.etp
+    across = layout.tp * layout.ep > machine.gpu.per_node
+    messages = 2 * machine.collective(2 * tokens * e.chosen * d.hidden, ranks, across_nodes=across)
+    moved = tokens * e.chosen * (16 * d.hidden + 6 * e.ffn)
+    return products, messages, machine.fit.moved * moved
+
+
 def _recomputed(model: Model, layout: RunLayout, forward: Pass) -> Pass:
     """Return the part of a forward pass that the backward pass repeats."""
     if layout.recompute == "full":
@@ -173,7 +208,9 @@ def _recomputed(model: Model, layout: RunLayout, forward: Pass) -> Pass:
         return forward.times(share)
     if layout.recompute == "selective" and "mlp" in layout.recompute_modules:
         d = model.decoder
-        return Pass(layers=forward.layers * 3 * d.hidden * d.ffn / d.layer_weights, other=forward.other * 0.5)
+        dense = 1 - d.sparse_share
+        again = forward.layers * dense * 3 * d.hidden * d.ffn / d.layer_weights
+        return Pass(layers=again, other=forward.other * 0.5 * dense)
     return Pass()
 
 

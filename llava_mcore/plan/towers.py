@@ -11,7 +11,10 @@ from llava_mcore.plan.model import ConnectorShape, Decoder, LinearShape, Tower
 _PADDED = 128
 """Qwen-VL's towers have MLPs padded to a multiple of this (`models.vision.encoder_layers.padded_width`)."""
 _CLASS_TOKEN = ("clip_vision_model", "dinov2", "dinov2_with_registers", "internvl_vision")
-_QWEN = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_5_vision")
+_QWEN = (
+    *("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_5_vision"),
+    *("qwen3_vl_moe_vision", "qwen3_5_moe_vision"),
+)
 _POST_NORM = ("idefics2_vision", "idefics3_vision", "smolvlm_vision")
 
 

@@ -14,7 +14,7 @@ from llava_mcore.plan.gpus import GIB, GPUS
 from llava_mcore.plan.layout import RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
 from llava_mcore.plan.memory import layer_bytes
-from llava_mcore.plan.model import ConnectorShape, Decoder, LinearShape, Model, Tower
+from llava_mcore.plan.model import ConnectorShape, Decoder, ExpertShape, LinearShape, Model, Tower
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.work import Sample, like_llava
@@ -130,3 +130,34 @@ def test_a_sample_that_is_too_long_is_left_out() -> None:
     assert packs_for(MODEL, chosen, [short, long]).mean.tokens == 400
     with pytest.raises(ValueError, match="4000 tokens"):
         packs_for(MODEL, chosen, [long])
+
+
+def test_experts() -> None:
+    experts = ExpertShape(count=128, chosen=8, ffn=768, layers=48)
+    decoder = Decoder(48, 2048, 0, 32, 4, 128, 151936, head_norms=True, experts=experts)
+    model = replace(MODEL, decoder=decoder)
+    # Qwen3-30B-A3B has 30.5 billion parameters.
+    assert model.language_parameters == pytest.approx(30.53e9, rel=0.001)
+    chosen = replace(layout(8), layers=(48,), recompute="full")
+
+    def with_ep(ep: int) -> Prediction:
+        return predicted(replace(chosen, ep=ep), model)
+
+    one, four, eight = with_ep(1), with_ep(4), with_ep(8)
+    all_experts = 48 * 128 * 3 * 2048 * 768
+    saved = one.stages[0].memory, four.stages[0].memory
+    assert saved[0].weights - saved[1].weights == pytest.approx(2 * 0.75 * all_experts)
+    assert saved[0].gradients - saved[1].gradients == pytest.approx(4 * 0.75 * all_experts)
+    # The state of an expert is on one rank, whoever divides the experts: they have fewer replicas.
+    assert saved[0].optimizer == pytest.approx(saved[1].optimizer)
+    assert eight.reserved < four.reserved < one.reserved
+    assert eight.stages[0].forward.messages > four.stages[0].forward.messages > one.stages[0].forward.messages == 0
+    # A token meets 8 of 128 experts: the products take as long as those of an MLP of 8 times their width, or longer.
+    dense = replace(MODEL, decoder=replace(decoder, ffn=8 * 768, experts=None))
+    ratio = eight.stages[0].forward.layers / predicted(chosen, dense).stages[0].forward.layers
+    assert 1 < ratio < 2
+    selective = predicted(replace(chosen, recompute="selective"), model)
+    assert (
+        selective.stages[0].memory.activations
+        == predicted(replace(chosen, recompute="none"), model).stages[0].memory.activations
+    )

@@ -19,7 +19,7 @@ from llava_mcore.launch import slurm
 from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.forecast import completed
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve
+from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve, with_epochs
 from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child

@@ -48,22 +48,19 @@ test-long: .venv/.installed-dev ## Run the tests that take long
 unit = $(foreach name,$(1),$(wildcard tests/unit/*/test_$(name).py))
 
 # What versions of torch and transformers change. The other tests are about our own logic (rules, flags, messages, locks,
-# packing, the importer, data checks, SLURM), about processes, or about layouts that agree with each other.
+# packing, the importer, data checks, SLURM), about processes, about files, or about layouts that agree with each other.
 # Names and numbers: weights there and back, logits and gradients beside Hugging Face's, for every class and family.
 ACROSS_VERSIONS := 'tests/parallel/test_layouts.py::test_parity_and_round_trip[1-1]'
 ACROSS_VERSIONS += $(call unit,activations anyres_model audio check_model classes conversion \
-	families idefics2 import_export linear_cross_entropy llava_model qlora qwen qwen_sizes rotary_factor vision_features)
-# Tokens: chat templates, tokenizers, processors of pictures, sounds and videos; the models that `build` makes of parts.
-ACROSS_VERSIONS += $(call unit,anyres build build_audio build_chat build_classes build_idefics2 \
-	build_idefics3 chat_templates chat_travels data_assets data_chat older_folders sounds typed_tokens video_limits videos)
-# Files: checkpoints that others wrote, what torch.load refuses, streamed conversions, names for servers.
-ACROSS_VERSIONS += $(call unit,convert_streaming foreign_checkpoints interop serving_names)
+	families idefics2 import_export linear_cross_entropy llava_model qlora qwen rotary_factor vision_features)
+# Tokens: chat templates, tokenizers, processors; the models that `build` makes of parts.
+ACROSS_VERSIONS += $(call unit,build_classes chat_templates data_assets data_chat)
 # Every patch and private name in llava_mcore/compat, what starts without CUDA, the table of versions.
-ACROSS_VERSIONS += $(call unit,compat cpu fp8_scales versions)
-# The whole way: training beside plain torch, a resumed run, augmented data, the library, answers and the server.
+ACROSS_VERSIONS += $(call unit,compat cpu versions)
+# The whole way: training beside plain torch, a resumed run, answers and the server.
 ACROSS_VERSIONS += 'tests/parallel/test_resume_layouts.py::test_resumed_at_another_layout[tied]'
 ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face
-ACROSS_VERSIONS += $(call unit,answering augment data_loader library serve serve_answers)
+ACROSS_VERSIONS += $(call unit,answering data_loader serve_answers)
 
 # Long tests too, but without ten thousand sizes of pictures: the shorter tests of the same files compare with the same processors.
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows

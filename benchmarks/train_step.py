@@ -104,8 +104,8 @@ def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
         write_record(args.json, rows, gpus=args.gpus, memory=RESERVED)
 
 
-def parse() -> argparse.Namespace:
-    """Read the command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["llava-1b"])
     parser.add_argument(
@@ -158,6 +158,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = make_parser()
     args = parser.parse_args()
     args.peer_micro_batch_size = args.peer_micro_batch_size or args.micro_batch_size
     if args.peer and args.global_batch_size % (args.peer_micro_batch_size * max(1, args.gpus)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,7 +27,7 @@ from llava_mcore.weights.layouts import (
     Regroup,
     TensorTransform,
 )
-from llava_mcore.weights.names import HfNames
+from llava_mcore.weights.names import HasShape, HfNames
 from llava_mcore.weights.table import Entry
 
 WEIGHT, BIAS = ".weight", ".bias"
@@ -140,8 +140,8 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
     model = model_without_weights(architecture.model_class, hf)
     state = model.state_dict()
     names = detect_names(hf, state, source=architecture.model_class.__name__)
-    here, usual = _entries(hf, names), _entries(hf, usual_names(hf))
-    styles = [_entries(hf, style) for style in architecture.names.styles]
+    here, usual = _entries(hf, names, state, names), _entries(hf, names, state, usual_names(hf))
+    styles = [_entries(hf, names, state, style) for style in architecture.names.styles]
     modules = {name: module for name, module in model.named_modules() if name}
     sizes = {name: (x.in_features, x.out_features) for name, x in modules.items() if isinstance(x, nn.Linear)}
     # Every matrix of the table that is made of whole nn.Linear modules can be adapted.
@@ -180,7 +180,7 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
     return ModelLayers(tuple(linears), parameters, here, frozenset(modules), unused, ties_embeddings(hf))
 
 
-def _unused(hf: PretrainedConfig, names: HfNames, state: Iterable[str]) -> frozenset[str]:
+def _unused(hf: PretrainedConfig, names: HfNames, state: Mapping[str, HasShape]) -> frozenset[str]:
     """Return the tensors of transformers' model that ours has no use for, by all their names."""
     table = mapping_table(hf, names, hf_tensors=state, padded_vocab_size=hf.text_config.vocab_size)
     styles = (names, usual_names(hf), *architecture_of(hf).names.styles)
@@ -188,8 +188,10 @@ def _unused(hf: PretrainedConfig, names: HfNames, state: Iterable[str]) -> froze
     return frozenset(table.unused) | {style.vision + end for style in styles for end in ends}
 
 
-def _entries(hf: PretrainedConfig, names: HfNames) -> dict[str, Entry]:
-    table = mapping_table(hf, names, hf_tensors=(), padded_vocab_size=hf.text_config.vocab_size)
+def _entries(hf: PretrainedConfig, here: HfNames, state: Mapping[str, HasShape], style: HfNames) -> dict[str, Entry]:
+    """Return the entries under the names of a style. `state`: all tensors of transformers' model, under `here`."""
+    renamed = {style.text + x.removeprefix(here.text): state[x] for x in state if x.startswith(here.text)}
+    table = mapping_table(hf, style, hf_tensors=renamed, padded_vocab_size=hf.text_config.vocab_size)
     return dict(table.entries)
 
 

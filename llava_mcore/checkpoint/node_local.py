@@ -38,7 +38,8 @@ from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import sync
 from llava_mcore.files.regular import read_object
 from llava_mcore.files.torch_files import load_tensors
-from llava_mcore.parallel.groups import Groups, agree, gather_to_first
+from llava_mcore.parallel.agreement import agree
+from llava_mcore.parallel.groups import Groups, gather_to_first
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +147,14 @@ class LocalWrite:
                     logger.warning("%s could not be deleted: %s", path, error)
 
 
+_BEFORE = {"vision_data_parallel": False, "ep": 1, "etp": 1}
+"""What older versions had and did not write."""
+
+
 def _layout(groups: Groups, vision_data_parallel: bool) -> dict[str, Any]:
     """Return what decides which tensors each rank has."""
     sizes = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size}
+    sizes |= {"ep": groups.ep_size, "etp": groups.etp_size}
     return sizes | {"vision_data_parallel": vision_data_parallel}
 
 
@@ -168,7 +174,7 @@ def unusable_here(
     """
     content = read_object(checkpoint / LOCAL, CheckpointError)
     now = _layout(groups, vision_data_parallel)
-    saved = {key: content.get(key, False) for key in now}  # older versions had no whole towers
+    saved = {key: content.get(key, _BEFORE.get(key)) for key in now}
     if saved != now:
         before, here = (", ".join(f"{key} {value}" for key, value in x.items()) for x in (saved, now))
         return f"{checkpoint}: its tensors are on the nodes' own disks for {before}; this run has {here}"

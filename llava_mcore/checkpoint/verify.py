@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from llava_mcore.checkpoint.checksums import by_size, damaged_files, recorded
 from llava_mcore.errors import CheckpointError, problems
-from llava_mcore.parallel.groups import Groups, agree
+from llava_mcore.parallel.agreement import agree
+from llava_mcore.parallel.groups import Groups
 
 logger = logging.getLogger(__name__)
 

@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--megatron-dir", type=Path, help="folder of Megatron checkpoints to compare with it")
     model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
     model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
+    model.add_argument("--ep", type=int, default=1, help="with --logits: expert-parallel size (default 1)")
     model.add_argument("--logits", type=Path, metavar="FILE", help=LOGITS_HELP)
     model.add_argument("--base-dir", type=Path, metavar="DIR", help=f"with --logits: {BASE_DIR_HELP}")
     _add_data_flags(p)
@@ -104,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give either a model to check (--hf-dir, --megatron-dir) or data (--data-path)")
     if args.logits is not None and (args.hf_dir is None or args.megatron_dir is None):
         raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
+    if args.ep != 1 and args.logits is None:
+        raise ConfigError("--ep is for --logits: nothing else divides experts over processes")
     if args.base_dir is not None and args.logits is None:
         raise ConfigError("--base-dir is for --logits: nothing else reads the weights below an adapter")
     if args.data_path is not None:
@@ -128,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
 
-        layout = {"tp": args.tp, "pp": args.pp}
+        layout = {"tp": args.tp, "pp": args.pp, "ep": args.ep}
         print(check_logits(args.hf_dir, args.megatron_dir, args.logits, base_dir=args.base_dir, **layout))
     return 0
 

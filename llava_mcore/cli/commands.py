@@ -94,6 +94,11 @@ _ROWS = (
         "check this machine: GPUs, versions, and one training step beside transformers",
         has_image=True,
     ),
+    Command(
+        "plan",
+        "plan",
+        "predict memory and time of a run, and find the layout, before it is launched",
+    ),
     Command("show-config", "show_config", "print the configuration that results from flags, overrides and a file"),
 )
 COMMANDS = {command.name: command for command in _ROWS}

@@ -22,6 +22,7 @@ from llava_mcore.cli.shared_flags import (
     video_pixels_of,
 )
 from llava_mcore.errors import DataError, problems
+from llava_mcore.files.near_match import require_exists
 from llava_mcore.prepare.formats import FORMATS
 from llava_mcore.prepare.sampling import Sampling
 
@@ -142,6 +143,10 @@ def _num_cpus() -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the data and print the summary. Returns 2 if too many rows were skipped."""
+    # A wrong path is reported before the imports that take seconds.
+    for source in args.sources:
+        if "://" not in source and Path(source).suffix not in (".yaml", ".yml"):
+            require_exists(Path(source))
     from rich.console import Console
 
     from llava_mcore.prepare.listing import BLEND, is_listing

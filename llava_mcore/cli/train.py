@@ -10,6 +10,7 @@ from llava_mcore.cli.common import command_main
 from llava_mcore.config.flags import CommandLine, make_parser
 from llava_mcore.config.load import run_config_yaml
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.launch.forecast import memory_warning
 from llava_mcore.launch.singularity import inner_command, rerun_in_container
 from llava_mcore.launch.start import prepare, prepare_job, start, submit
 
@@ -29,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
         command = inner_command("train", command_line.arguments)
         return rerun_in_container(config.launch.sif_path, command, dry_run=command_line.dry_run)
     launch = prepare(config, command_line.typed)
+    warning = memory_warning(launch.run, launch.run.launch.num_gpus * launch.nodes.count, launch.gpu_count)
+    if warning is not None and launch.nodes.rank == 0:
+        print(f"warning: {warning}", file=sys.stderr)
     if command_line.dry_run:
         if config.checkpoint.unsaved is not None:
             print(f"note: {config.checkpoint.unsaved}", file=sys.stderr)
@@ -41,14 +45,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _submit(config: RunConfig, command_line: CommandLine) -> int:
-    """Write SAVE_DIR/NAME/train.sbatch and submit it; with --dry-run, print it."""
+    """Write SAVE_DIR/NAME/train.sbatch and submit it, unless the run is complete; with --dry-run, print it."""
     passed_on = [text for text in command_line.arguments if text not in ("--submit", "--dry-run")]
     job = prepare_job(config, passed_on, command_line.typed)
     for note in job.notes:
         print(f"note: {note}", file=sys.stderr)
     if command_line.dry_run:
         print(f"# {job.file}\n{job.text}", end="")
-    else:
+    if job.completion is not None:
+        print(f"{job.completion}\nno job was submitted", file=sys.stderr if command_line.dry_run else sys.stdout)
+    elif not command_line.dry_run:
         print(f"submitted {job.file} as SLURM job {submit(job)}")
     return 0
 

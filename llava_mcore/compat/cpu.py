@@ -7,6 +7,7 @@ must use its own generator. Packages that only work on GPUs count as not install
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -42,11 +43,16 @@ class _CpuGenerators:
 
 
 class _NoStream:
-    """Kernels run in program order on a CPU, so waiting for a stream does nothing."""
+    """A stream or an event: kernels run in program order on a CPU, so waiting for one does nothing."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
 
     def wait_stream(self, stream: object) -> None: ...
 
     def wait_event(self, event: object) -> None: ...
+
+    def record_event(self, event: object = None) -> _NoStream:
+        return self
 
     def synchronize(self) -> None: ...
 
@@ -80,6 +86,8 @@ def _patch_torch() -> None:
         "current_device": lambda: _CPU,  # megatron-core only uses it as a `device=` argument
         "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: stream,
+        "Stream": _NoStream,  # the dispatcher of tokens to experts copies on one of its own
+        "stream": lambda stream: contextlib.nullcontext(),
         "default_generators": _CpuGenerators(),
         "_lazy_call": lambda function, **_: function(),  # otherwise queued until CUDA starts, which never happens
     }

@@ -8,6 +8,8 @@ files name classes before anything is loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,15 @@ MODEL_CLASSES = {
     "qwen2_vl": ModelClass("Qwen2VLForConditionalGeneration", "qwen_vl.Qwen2Vl"),
     "qwen2_5_vl": ModelClass("Qwen2_5_VLForConditionalGeneration", "qwen_vl.Qwen25Vl"),
     "qwen3_vl": ModelClass("Qwen3VLForConditionalGeneration", "qwen_vl.Qwen3Vl"),
+    "qwen3_vl_moe": ModelClass("Qwen3VLMoeForConditionalGeneration", "qwen_vl.Qwen3VlMoe"),
     "qwen3_5": ModelClass("Qwen3_5ForConditionalGeneration", "qwen_vl.Qwen35"),
+    "qwen3_5_moe": ModelClass("Qwen3_5MoeForConditionalGeneration", "qwen_vl.Qwen35Moe"),
     "qwen2_audio": ModelClass("Qwen2AudioForConditionalGeneration", "qwen2_audio.Qwen2Audio"),
 }
 """By model_type. `build` takes the first class that has the connector asked for."""
+
+
+def instance(package: str, path: str) -> Any:
+    """Return an object of a row's class. `path`: its file in the package, and its name."""
+    file, _, name = path.partition(".")
+    return getattr(import_module(f"{package}.{file}"), name)()

@@ -11,6 +11,7 @@ from llava_mcore.config.load import config_fields, excerpt
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.base import Needs
 
+_DEFAULTS = {key: field.default for key, field in config_fields()}
 NEEDS = {key: item for key, field in config_fields() for item in field.metadata if isinstance(item, Needs)}
 
 
@@ -28,12 +29,11 @@ def check_needs(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     A key counts as set if its value is not the default, or if it is in `typed`, the keys of flags on the command
     line: a file written by a run contains every key.
     """
-    fields = dict(config_fields())
     for key, needs in NEEDS.items():
-        default = fields[key].default
-        value = value_of(run, key)
-        has_effect = any(needs.accepts(value_of(run, other)) for other in needs.keys)
-        if (value != default or key in typed) and not has_effect:
+        default, value = _DEFAULTS[key], value_of(run, key)
+        if value == default and key not in typed:
+            continue
+        if not any(needs.accepts(value_of(run, other)) for other in needs.keys):
             name = name_of(key)
             back = "" if value == default or default in (None, False) else f" (key {key}, default {excerpt(default)})"
             yield f"{name} has no effect without {words_of(needs)}: add that, or omit {name}{back}"

@@ -22,6 +22,7 @@ from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.config.sections.logs import LoggingConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig
+from llava_mcore.config.sections.router import RouterConfig
 from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.config.sections.validation import ValidationConfig
 
@@ -75,11 +76,20 @@ class ParallelConfig(Section):
     num_layers_per_virtual_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
     """Interleave the pipeline: divide each stage into chunks of this many layers; smaller bubbles, more messages. Not
     given: one chunk per stage."""
+    balance: Annotated[Literal["none", "auto"], _PIPELINE] = "none"
+    """Divide the layers so that all stages take equally long by the prediction of `plan` (auto): the vision tower's
+    stage gets fewer. none: equal stages, or those of num_layers_in_first_pipeline_stage and …_last_…."""
     sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
     """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
     vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR] = False
     """With tensor parallelism, give every rank the whole vision tower (or audio encoder) and a part of the pictures, in
     place of a part of the tower. Its widths then need not be divisible by --tp."""
+    expert_model_parallel_size: Annotated[Parts, Flag("--ep")] = 1
+    """In a model with mixtures of experts, processes that divide the experts of a layer (expert parallelism). They are
+    some of a stage's tensor- and data-parallel processes."""
+    expert_tensor_parallel_size: Annotated[Parts, Flag("--etp")] = 1
+    """In a model with mixtures of experts, processes that divide each expert. Not the tensor-parallel size: experts are
+    small, and whole ones are faster."""
     use_distributed_optimizer: Annotated[bool, Flag("--dist-optim")] = False
     """Divide the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = True
@@ -101,6 +111,7 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
+    router: RouterConfig = RouterConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     training: TrainingConfig

@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
 from llava_mcore.config.rules.all_rules import check_parts
+from llava_mcore.config.rules.experts import check_expert_layout
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
 from llava_mcore.data.processors.audio_files import audio_length, decode_audio, require_libraries
@@ -62,7 +63,7 @@ class Agreement:
 
 
 def check_logits(
-    hf_dir: Path, megatron_dir: Path, example: Path, *, tp: int, pp: int, base_dir: Path | None = None
+    hf_dir: Path, megatron_dir: Path, example: Path, *, tp: int, pp: int, ep: int = 1, base_dir: Path | None = None
 ) -> str:
     """Compare fp32 logits on a real picture or sound with Hugging Face's; return a summary.
 
@@ -73,9 +74,10 @@ def check_logits(
         CheckpointError, ConversionError: logits differ, or the comparison is not possible.
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    got = compare_logits(hf_dir, checkpoint, example, tp=tp, pp=pp, base_dir=base_dir)
+    got = compare_logits(hf_dir, checkpoint, example, tp=tp, pp=pp, ep=ep, base_dir=base_dir)
+    experts = f" x ep {ep}" if ep > 1 else ""
     return (
-        f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at tp {tp} x pp {pp}: max abs "
+        f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at tp {tp} x pp {pp}{experts}: max abs "
         f"difference {got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with "
         f"{example.name}, outputs of {got.num_modules} modules compared{_not_compared(got.not_compared)})"
     )
@@ -89,12 +91,13 @@ def _not_compared(names: Sequence[str]) -> str:
 
 
 def compare_logits(
-    hf_dir: Path, checkpoint: Path, example: Path, *, tp: int, pp: int, base_dir: Path | None = None
+    hf_dir: Path, checkpoint: Path, example: Path, *, tp: int, pp: int, ep: int = 1, base_dir: Path | None = None
 ) -> Agreement:
     """Run both models on a question about a picture, or a sound for a class that takes those.
 
     Args:
         checkpoint: folder of one iteration.
+        ep: processes that divide the experts of a layer. Replicas of the rest compute the same.
         base_dir: see `load_part`.
 
     Raises:
@@ -104,11 +107,13 @@ def compare_logits(
     """
     # Refuse what cannot be compared before seconds are spent: memory, layout, length.
     folder = HfFolder.open(hf_dir)
-    require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=tp * pp)
+    num_processes = pp * math.lcm(tp, ep)
+    require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=num_processes)
     hf = load_hf_config(hf_dir)
     settle_ties(hf, folder)
     dims = model_dims(hf)
     refused = check_parts(dims, tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
+    refused += check_expert_layout(dims, ep, 1, str(hf_dir))
     if refused:
         raise ConversionError(problems(f"logits cannot be compared at tp {tp} x pp {pp}", refused))
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
@@ -124,8 +129,10 @@ def compare_logits(
         job = Path(name)
         expected, modules = _hugging_face(hf, hf_dir, prompt, names)
         model = {"checkpoint": str(checkpoint), "base_dir": None if base_dir is None else str(base_dir)}
-        torch.save(model | {"tp": tp, "pp": pp, "inputs": prompt.megatron_inputs, "names": names}, job / "job.pt")
-        run_world(run_rank, tp * pp, job)
+        torch.save(
+            model | {"tp": tp, "pp": pp, "ep": ep, "inputs": prompt.megatron_inputs, "names": names}, job / "job.pt"
+        )
+        run_world(run_rank, num_processes, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
     # Outputs of the modules, which say where a difference begins, and the logits.
     megatron_modules = {key: x for stage in stages for key, x in stage["modules"].items()}
@@ -224,9 +231,14 @@ def _hugging_face(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return logits [1, s, vocabulary] and the modules' outputs; the model is freed."""
     disable_progress_bar()
-    model = architecture_of(hf).model_class.from_pretrained(
-        hf_dir, config=hf, dtype=torch.float32, attn_implementation=exact_attention(hf.text_config)
+    model, loading = architecture_of(hf).model_class.from_pretrained(
+        hf_dir,
+        config=hf,
+        dtype=torch.float32,
+        attn_implementation=exact_attention(hf.text_config),
+        output_loading_info=True,
     )
+    _require_experts(hf_dir, type(model).__name__, [x for x in loading["missing_keys"] if ".experts." in x])
     recorder = Recorder()
     names = detect_names(hf, model.state_dict(), source=str(hf_dir))
     watch_hf(recorder, model.eval(), names, shown_as, prompt.num_kept)
@@ -234,6 +246,15 @@ def _hugging_face(
         logits = model(**prompt.hf_inputs).logits.float()
     modules = tower_names_in_files(recorder.outputs, shown_as.vision, tower_config(model.config).model_type)
     return logits, modules
+
+
+def _require_experts(hf_dir: Path, kind: str, missing: Sequence[str]) -> None:
+    """Raise ConversionError if transformers has filled experts with random numbers: it reads one form of each class."""
+    if missing:
+        raise ConversionError(
+            f"{hf_dir}: transformers {version('transformers')} does not find the experts of {kind} in these files, so "
+            f"there is nothing to compare with: it expects {missing[0]} and the like"
+        )
 
 
 def _differences(

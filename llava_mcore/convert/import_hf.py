@@ -14,9 +14,10 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import write_checksums
 from llava_mcore.checkpoint.identity import make_manifest, write_manifest
 from llava_mcore.config.rules.all_rules import check_layout
+from llava_mcore.config.rules.experts import check_expert_layout
 from llava_mcore.convert.io.import_jobs import write_file
 from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, planned_weights
-from llava_mcore.convert.io.streamed_save import save_streamed
+from llava_mcore.convert.io.streamed_save import Streamed, save_streamed
 from llava_mcore.convert.jobs import compare_digests, run_with_progress
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
 from llava_mcore.errors import ConfigError, ConversionError, problems
@@ -45,6 +46,7 @@ def import_hf(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
     dtype: torch.dtype | None = None,
     workers: int = 1,
     verify: bool = False,
@@ -60,6 +62,7 @@ def import_hf(
         megatron_dir: folder to write; must be new or empty.
         tensor_parallel: number of chunks of each parallel tensor; the vocabulary is padded for it.
         pipeline_parallel: only checked: a checkpoint stores layers separately.
+        expert_parallel: number of chunks of the experts of a layer.
         dtype: cast every weight to this; None keeps each tensor's own.
         workers: number of threads; the files are the same for any.
         verify: read the checkpoint back and compare the SHA-256 of every tensor, before it is complete.
@@ -68,16 +71,18 @@ def import_hf(
         ConversionError, ConfigError: nothing was written, or it was removed again.
     """
     hf_dir, megatron_dir = Path(hf_dir), Path(megatron_dir)
-    tp, pp = tensor_parallel, pipeline_parallel
+    tp, pp, ep = tensor_parallel, pipeline_parallel, expert_parallel
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
     # 1. Config and headers of the folder: the model is known, and tp x pp divides it.
     require_absent(megatron_dir, activity="the import")
-    hf, folder = open_folder(hf_dir, tp=tp, pp=pp)
+    hf, folder = open_folder(hf_dir, tp=tp, pp=pp, ep=ep)
     with single_process():
         # 2. The model without memory and its mapping table, which names and shapes of the folder fit.
         model, table = model_and_table(hf, folder, tp=tp)
         # 3. The plan: pieces of every parameter, and where the values of each are.
         sources = {name: folder.where(name) for name in folder.tensors}
-        state, entries = planned_weights(table, model.sharded_state_dict(), sources, tp_size=tp, dtype=dtype)
+        stored = model.sharded_state_dict()
+        state, entries = planned_weights(table, stored, sources, tp_size=tp, ep_size=ep, dtype=dtype)
         room = _room_beside(hf_dir) + sum(x.num_bytes for x in entries)
         room += sum(sources[name].num_bytes for name in table.unused)
         # 4. A locked, empty folder beside the target, which gets the target's name at the end.
@@ -87,14 +92,8 @@ def import_hf(
             # 5. The bytes: threads transform, hash and write one file after the other.
             write = functools.partial(run_with_progress, "import", write_file, workers=workers)
             streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
-            digests = streamed.digests
-            digests |= {copy: digests[original] for copy, original in table.copies.items()}
             # 6. What belongs to the weights: config, tokenizer, unused tensors, the manifest, checksums.
-            digests |= _write_companions(hf, folder, table, checkpoint, tp=tp, pp=pp)
-            name = None if dtype is None else str(dtype).removeprefix("torch.")
-            manifest = make_manifest(hf_dir, table, digests, dtype=name, tp=tp, pp=pp)
-            write_manifest(layout.hf_folder(checkpoint), manifest)
-            write_checksums(checkpoint, streamed.checksums)
+            digests = _write_beside(streamed, hf, folder, table, checkpoint, tp=tp, pp=pp, dtype=name)
             # 7. The comparison, if it was asked for; then the checkpoint is complete.
             if verify:
                 _verify(checkpoint, digests, tp=tp, workers=workers)
@@ -122,10 +121,10 @@ def _verify(checkpoint: Path, expected: dict[str, str], *, tp: int, workers: int
     compare_digests(actual, expected, title="the checkpoint differs from what was imported")
 
 
-def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, HfFolder]:
+def open_folder(hf_dir: Path, *, tp: int, pp: int, ep: int = 1) -> tuple[PretrainedConfig, HfFolder]:
     """Read config and headers of a folder and check that the model is known and can be split.
 
-    The tower need not divide: ranks may have all of it (`vision_data_parallel`).
+    `ep` divides experts alone. The tower need not divide: ranks may have all of it (`vision_data_parallel`).
 
     Raises:
         ConversionError, ConfigError: lists everything that does not fit.
@@ -136,9 +135,12 @@ def open_folder(hf_dir: Path, *, tp: int, pp: int) -> tuple[PretrainedConfig, Hf
     untrue = settle_ties(hf, folder)
     if untrue is not None:
         logger.warning("warning: %s", untrue)
-    wrong = check_layout(model_dims(hf), tp, pp, str(hf_dir), vision_data_parallel=True)
+    dims = model_dims(hf)
+    wrong = check_layout(dims, tp, pp, str(hf_dir), vision_data_parallel=True)
+    wrong += check_expert_layout(dims, ep, 1, str(hf_dir))
     if wrong:
-        raise ConfigError(problems(f"{hf_dir} cannot be split into tp {tp} x pp {pp}", wrong))
+        experts = f" x ep {ep}" if ep > 1 else ""
+        raise ConfigError(problems(f"{hf_dir} cannot be split into tp {tp} x pp {pp}{experts}", wrong))
     return hf, folder
 
 
@@ -176,6 +178,26 @@ def checked_table(
     if errors:
         raise ConversionError(problems(f"{folder.path} cannot be converted exactly", errors))
     return table
+
+
+def _write_beside(
+    streamed: Streamed,
+    hf: PretrainedConfig,
+    folder: HfFolder,
+    table: MappingTable,
+    checkpoint: Path,
+    *,
+    tp: int,
+    pp: int,
+    dtype: str | None,
+) -> dict[str, str]:
+    """Write everything but the weights, and return the SHA-256 of every tensor of the folder."""
+    digests = streamed.digests | {copy: streamed.digests[x] for copy, x in table.copies.items()}
+    digests |= _write_companions(hf, folder, table, checkpoint, tp=tp, pp=pp)
+    manifest = make_manifest(folder.path, table, digests, dtype=dtype, tp=tp, pp=pp)
+    write_manifest(layout.hf_folder(checkpoint), manifest)
+    write_checksums(checkpoint, streamed.checksums)
+    return digests
 
 
 def _write_companions(

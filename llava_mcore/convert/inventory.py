@@ -23,6 +23,7 @@ from llava_mcore.files.hf_folder import DTYPES, HfFolder
 from llava_mcore.files.regular import read_object
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
+from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.models.vision.registry import vision_family
@@ -211,35 +212,58 @@ def _model_facts(hf: PretrainedConfig) -> list[str]:
     return [
         f"language model: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {heads}, "
         f"vocabulary {text.vocab_size:,}{tied}",
+        *_expert_facts(text),
         f"{tower.name_in_messages}: {vision.model_type}, {tower.num_layers(vision)} layers of "
         f"{tower.hidden_size(vision)}, {tower.describe(vision)}, features of layer {layers}",
     ]
 
 
+def _expert_facts(text: PretrainedConfig) -> list[str]:
+    """Return a line about the experts of a language model; none without any."""
+    family = language_family(text)
+    dims = family.expert_dims(text)
+    if not dims:
+        return []
+    fields = family.config_from_hf(text)
+    used, num_sparse = family.layer_weights(text), sum(fields["moe_layer_freq"])
+    return [
+        f"experts: {dims['num_experts']} of width {dims['expert_ffn_hidden_size']} in {num_sparse} of "
+        f"{text.num_hidden_layers} layers, {fields['moe_router_topk']} of them for each token, which uses {used:,} of "
+        f"the layers' {used + family.inactive_weights(text):,} weights"
+    ]
+
+
 def _rows(tensors: Iterable[_Tensor]) -> list[InventoryRow]:
-    """Put tensors that differ only in their first number on one line: layers.{0-31}.mlp…"""
+    """Put tensors that differ only in the numbers of layer and expert on one line: layers.{0-31}.mlp…"""
     groups: dict[tuple[object, ...], list[_Tensor]] = {}
     for x in tensors:
-        pattern = re.sub(r"\.\d+\.", ".{}.", x.name, count=1)
-        groups.setdefault((pattern, x.part, x.shape, x.dtype, x.state, x.ignored), []).append(x)
+        groups.setdefault((_pattern(x.name), x.part, x.shape, x.dtype, x.state, x.ignored), []).append(x)
     return [_row(str(key[0]), members) for key, members in groups.items()]
+
+
+def _pattern(name: str) -> str:
+    """Return a name with {} in place of the first number, which is the layer's, and of an expert's."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.{}.", re.sub(r"\.\d+\.", ".{}.", name, count=1))
 
 
 def _row(pattern: str, members: list[_Tensor]) -> InventoryRow:
     first = members[0]
     name = first.name
     if len(members) > 1:
-        name = pattern.replace("{}", "{" + _ranges(_layer(x.name) for x in members) + "}")
+        columns = zip(*(_indices(pattern, x.name) for x in members), strict=True)
+        ranges = [_ranges(set(column)) for column in columns]
+        name = pattern.format(*(x if x.isdigit() else f"{{{x}}}" for x in ranges))
     dtype = str(first.dtype).removeprefix("torch.")
     return InventoryRow(
         name, first.part, first.shape, dtype, len(members), first.state, first.ignored, itemsize=first.dtype.itemsize
     )
 
 
-def _layer(name: str) -> int:
-    match = re.search(r"\.(\d+)\.", name)
+def _indices(pattern: str, name: str) -> list[int]:
+    """Return the numbers that a pattern has taken out of a name."""
+    match = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d+)"), name)
     assert match is not None
-    return int(match[1])
+    return [int(x) for x in match.groups()]
 
 
 def _ranges(layers: Iterable[int]) -> str:

@@ -80,6 +80,8 @@ def load_part(
         params_dtype=dtype,
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        expert_model_parallel_size=groups.ep_size,
+        expert_tensor_parallel_size=groups.etp_size,
         initialize=False,
         on_cpu=on_cpu,
         vision_data_parallel=vision_data_parallel,

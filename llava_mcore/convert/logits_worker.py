@@ -37,7 +37,10 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     with torch.serialization.safe_globals([HfNames]):
         job_options = torch.load(job / "job.pt", weights_only=True)
     groups = initialize(
-        backend="gloo", tensor_model_parallel_size=job_options["tp"], pipeline_model_parallel_size=job_options["pp"]
+        backend="gloo",
+        tensor_model_parallel_size=job_options["tp"],
+        pipeline_model_parallel_size=job_options["pp"],
+        expert_model_parallel_size=job_options["ep"],
     )
     seed_everything(0)
     try:
@@ -47,10 +50,11 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
         if rank == 0 or not error.on_all_ranks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    # The outputs of all modules and the logits, gathered from tensor-parallel ranks.
     recorder = Recorder()
     watch_ours(recorder, model, job_options["names"], lambda x: _gather(groups, x))
     result: dict[str, Any] = {"logits": forward(model, job_options["inputs"]), "modules": recorder.outputs}
-    if groups.tp_rank == 0:
+    if groups.tp_rank == 0 and groups.dp_rank == 0:  # replicas, between which experts are divided, have the same
         torch.save(result, job / f"stage{groups.pp_rank}.pt")
     shut_down()
 

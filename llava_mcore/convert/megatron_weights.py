@@ -86,7 +86,7 @@ class HfSide:
 def tensors_of_config(hf: PretrainedConfig) -> dict[str, TensorInfo]:
     """Return the tensors of a model's parameters, under llava-hf's names, in one file."""
     rows = hf.text_config.vocab_size
-    table = mapping_table(hf, usual_names(hf), hf_tensors=(), padded_vocab_size=rows)
+    table = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=rows)
     with single_process():
         shapes = parameter_shapes(meta_model(hf, num_vocab_rows=rows))
     infos = {}
@@ -129,7 +129,7 @@ class CheckpointWeights:
         if lost:
             raise ConversionError(problems(f"{self.checkpoint}: tensors that cannot be written back", lost))
         for name, entry in self.table.entries.items():
-            if not name.startswith("vision_model."):  # every rank may have all of it
+            if not name.startswith("vision_model.") and not entry.shard.experts:  # every rank may have all of these
                 entry.shard.split(torch.empty(self.shapes[name], device="meta"), tp_size)
 
     def trained_names(self) -> set[str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from unicodedata import normalize
 from urllib.parse import unquote
 
+from llava_mcore.errors import DataError
+
 MOST_ENTRIES = 200_000
 """Entries of a folder to compare; a larger folder is not searched."""
 SHOWN_CHARS = 120
@@ -20,6 +22,12 @@ _SPELLINGS: Mapping[str, Callable[[str], str]] = {
     "blanks": lambda text: "/".join(part.strip() for part in text.split("/")),
 }
 """How one name may be written, and functions that undo it."""
+
+
+def require_exists(path: Path) -> None:
+    """Raise DataError if nothing has this path."""
+    if not path.exists():
+        raise DataError(f"{path} does not exist{near_hint(path)}")
 
 
 def near_hint(path: Path) -> str:

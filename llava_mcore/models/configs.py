@@ -108,6 +108,8 @@ class ModelOptions:
     there is one. `transformer_impl`: implementation of the layers of decoder and encoder; checkpoints are the same.
     `plain_linears`: the decoder's linear layers are megatron-core's own, even with Transformer Engine's other layers.
     `vision_data_parallel`: every tensor-parallel rank has the whole tower and runs it on a part of the pictures.
+    `expert_model_parallel_size`: ranks that divide a layer's experts; `expert_tensor_parallel_size`: those that divide
+    each of them. `force_balance`: routers choose by random numbers instead of their logits, to measure speed.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -126,6 +128,9 @@ class ModelOptions:
     recompute: Recompute | None = None
     recompute_vision: Recompute | None = None
     vision_data_parallel: bool = False
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+    force_balance: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,13 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     if options.vision_data_parallel:
         vision["tensor_model_parallel_size"] = 1
     language = language_family(text).config_from_hf(text)
+    if "num_moe_experts" in language:
+        language |= {
+            "expert_model_parallel_size": options.expert_model_parallel_size,
+            "expert_tensor_parallel_size": options.expert_tensor_parallel_size,
+            "moe_router_force_load_balancing": options.force_balance,
+            "moe_permute_fusion": options.transformer_impl == "transformer_engine",
+        }
     # Options of the run that change some parts only.
     if options.fp8 is not None:
         language |= options.fp8.fields()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from transformers import PretrainedConfig
 
@@ -10,7 +10,7 @@ from llava_mcore.models.architectures.registry import architecture_of, ties_embe
 from llava_mcore.models.language.dense import end_entries
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.models.vision.registry import vision_family
-from llava_mcore.weights.names import HfNames, TextNames
+from llava_mcore.weights.names import HasShape, HfNames, TextNames
 from llava_mcore.weights.table import REPLICATED, Entry, MappingTable
 
 CARRIED = "transformers' model has no such module; written back by an export as it came"
@@ -18,13 +18,13 @@ CARRIED = "transformers' model has no such module; written back by an export as 
 
 
 def mapping_table(
-    hf: PretrainedConfig, names: HfNames, *, hf_tensors: Iterable[str], padded_vocab_size: int
+    hf: PretrainedConfig, names: HfNames, *, hf_tensors: Mapping[str, HasShape], padded_vocab_size: int
 ) -> MappingTable:
     """Build the table of one HF folder.
 
     Args:
-        hf_tensors: names in the folder; tensors that only some files have (unused parts, buffers, a copy of
-            tied weights) are in the table if the folder has them.
+        hf_tensors: the tensors of the folder; those that only some files have (unused parts, buffers, a copy of
+            tied weights) are in the table if the folder has them. Empty for the class's common files.
     """
     # The parts, as config.json describes them.
     present = set(hf_tensors)
@@ -35,7 +35,11 @@ def mapping_table(
     # Files may have a tied matrix under either name, or under both.
     only_head = tied and names.embedding not in present and names.lm_head in present
     text_names = TextNames(
-        "language_model.", names.text, names.lm_head if only_head else names.embedding, names.lm_head
+        "language_model.",
+        names.text,
+        names.lm_head if only_head else names.embedding,
+        names.lm_head,
+        hf_tensors,
     )
     entries = [
         *tower.weight_entries(vision, megatron="vision_model.", prefix=names.vision, num_layers=num_layers),

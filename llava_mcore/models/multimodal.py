@@ -43,6 +43,7 @@ from llava_mcore.models.language.decoder import (
     require_within,
 )
 from llava_mcore.models.language.registry import language_family, limiting_window
+from llava_mcore.models.language.router import token_weights
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
 from llava_mcore.parallel.batch import MediaLengths
@@ -151,6 +152,7 @@ class VisionLanguageModel(MegatronModule):
             labels=labels,
             loss_mask=loss_mask,
             packed_seq_params=packed_seq_params,
+            padding_mask=token_weights(self.config, loss_mask),
             extra_block_kwargs={"context": deepstack},
             output_processor=self.language_model.loss_or_logits,
             output_processor_context=num_trained,

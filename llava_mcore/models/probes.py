@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from llava_mcore.models.audio.encoder import AudioTransformer
 from llava_mcore.models.language.delta_net import PROJECTIONS, DeltaNet
+from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.normed_heads import NormedHeadsAttention
@@ -183,9 +185,32 @@ def _watch_layer(
     else:
         _watch_attention(recorder, layer.self_attention, inside, hf, gather)
     recorder.watch(layer.pre_mlp_layernorm, lambda out: {inside + hf.norm_between: _batch_first(out)})
-    recorder.watch(mlp.linear_fc1, into_mlp)
-    _watch_output(recorder, mlp.linear_fc2, inside, hf.out_of, hf.norm_after_mlp)
+    if isinstance(mlp, ExpertLayer):
+        _watch_experts(recorder, mlp, inside + "mlp", gather)
+    else:
+        recorder.watch(mlp.linear_fc1, into_mlp)
+        _watch_output(recorder, mlp.linear_fc2, inside, hf.out_of, hf.norm_after_mlp)
     recorder.watch(layer, lambda out: {prefix: _batch_first(_layer_output(layer, out))})
+
+
+def _watch_experts(recorder: Recorder, mixture: ExpertLayer, name: str, gather: Gather) -> None:
+    """Record what a router computes, before it chooses, a shared expert's matrices, and the sum of all outputs."""
+
+    def gate_and_up(out: Any) -> dict[str, Tensor]:
+        parts = [gather(x) for x in _batch_first(_with_bias(out)).flatten(0, 1)[None].chunk(2, dim=-1)]
+        return _named(f"{name}.shared_expert.", ("gate_proj", "up_proj"), parts)
+
+    def down(out: Any) -> dict[str, Tensor]:
+        return {f"{name}.shared_expert.down_proj": _batch_first(_with_bias(out)).flatten(0, 1)[None]}
+
+    def router_logits(hidden: Tensor) -> Tensor:
+        return F.linear(_batch_first(hidden).flatten(0, 1), mixture.router.weight)[None]  # Hugging Face's is [b * s, e]
+
+    if mixture.shared_experts is not None:
+        recorder.watch(mixture.shared_experts.linear_fc1, gate_and_up)
+        recorder.watch(mixture.shared_experts.linear_fc2, down)
+    recorder.watch_input(mixture.router, f"{name}.gate", router_logits)
+    recorder.watch(mixture, lambda out: {name: _batch_first(_with_bias(out))})
 
 
 def _watch_attention(

@@ -19,6 +19,7 @@ from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.weights.names import FUSED_DELTA_NORM, FUSED_NORMS
 
 PARTS = ("vision_model", "vision_projection", "language_model")
+_LISTED = 4  # names of one parameter in a message
 _LAYERS = "language_model.decoder.layers."
 
 
@@ -64,7 +65,8 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
     trained = {piece.parameter: value for piece, value in state.items()}
     divided = dict.fromkeys(piece.parameter for piece, value in state.items() if trained[piece.parameter] != value)
     for parameter in list(divided)[:1]:
-        parts = ", ".join(piece.names[1] for piece in pieces if piece.parameter == parameter)
+        names = [piece.names[1] for piece in pieces if piece.parameter == parameter]
+        parts = ", ".join(names[:_LISTED]) + (" and the like" if len(names) > _LISTED else "")
         more = f" (and {len(divided) - 1} parameters like it)" if len(divided) > 1 else ""
         errors.append(f"{parameter}{more} is one parameter, so choose all of {parts}, or none")
     # One message with everything that is wrong.
@@ -78,7 +80,7 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
 def _pieces(hf: PretrainedConfig) -> list[_HfTensor]:
     rows = hf.text_config.vocab_size  # only names are needed
     styles = (usual_names(hf), *architecture_of(hf).names.styles)  # a pattern may refer to any of them
-    tables = [mapping_table(hf, names, hf_tensors=(), padded_vocab_size=rows).entries for names in styles]
+    tables = [mapping_table(hf, names, hf_tensors={}, padded_vocab_size=rows).entries for names in styles]
     return [
         _HfTensor(name, (name, *(table[name].hf_names[i] for table in tables)))
         for name, entry in tables[0].items()
@@ -130,10 +132,16 @@ def count_parameters(models: Sequence[VisionLanguageModel], *, first_tp_rank: bo
     counts = dict.fromkeys(((part, trained) for part in PARTS for trained in (False, True)), 0)
     for model in models:
         is_copy = model.share_embeddings_and_output_weights and not model.pre_process
+        num_parts = model.config.expert_model_parallel_size * model.config.expert_tensor_parallel_size
         for name, parameter in model.named_parameters():
-            if not (first_tp_rank or vars(parameter).get("tensor_model_parallel", False)):
+            # Experts are divided over other ranks than those of a replica: one of these counts all of them.
+            of_experts = vars(parameter).get("of_experts", False)
+            is_divided = vars(parameter).get("tensor_model_parallel", False) and not of_experts
+            if not (first_tp_rank or is_divided):
                 continue
             if is_copy and name == "language_model.output_layer.weight":
                 continue
-            counts[name.partition(".")[0], parameter.requires_grad] += parameter.numel()
+            counts[name.partition(".")[0], parameter.requires_grad] += parameter.numel() * (
+                num_parts if of_experts else 1
+            )
     return [n for part in PARTS for n in (counts[part, False] + counts[part, True], counts[part, True])]

@@ -136,7 +136,7 @@ def fill_rows(batch: TensorFields, rows: int) -> TensorFields:
     )
 
 
-def without_loss(batch: TensorFields, fields: Fields) -> TensorFields:
+def without_loss(batch: TensorFields, fields: Fields) -> MicroBatch:
     """Return a micro-batch of the same shape without media that adds nothing to the loss."""
     return MicroBatch(
         input_ids=batch.input_ids,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -18,10 +17,6 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from llava_mcore.errors import ConfigError
 from llava_mcore.files.regular import allowed_files
 from llava_mcore.parallel.host_sum import sum_on_hosts
-
-logger = logging.getLogger(__name__)
-
-_SOON = datetime.timedelta(seconds=1)
 
 # The group for small messages between hosts (errors, stop signals, counts): always gloo, so it never uses a GPU stream.
 ControlGroup = dist.ProcessGroup
@@ -43,6 +38,8 @@ class Groups:
     pp_size: int
     dp_rank: int
     dp_size: int
+    ep_size: int
+    etp_size: int
     device: torch.device
     control: ControlGroup
     agreement: ControlGroup
@@ -64,6 +61,12 @@ class Groups:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def replicas_share_experts(self) -> bool:
+        """Whether experts of a layer are on ranks of several model replicas. These then run the same number of forward
+        passes: a replica that runs one more would wait for the others."""
+        return self.tp_size % (self.ep_size * self.etp_size) != 0
+
+    @property
     def control_replica(self) -> ControlGroup:
         """The control group of this rank's model replica, which has several ranks."""
         assert self.control_of_replica is not None, "a replica of one rank has nobody to talk to"
@@ -81,7 +84,13 @@ class Groups:
 
 
 def initialize(
-    *, backend: str, tensor_model_parallel_size: int, pipeline_model_parallel_size: int, timeout_seconds: float = 600
+    *,
+    backend: str,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 1,
+    timeout_seconds: float = 600,
 ) -> Groups:
     """Join the world that torchrun describes and build megatron-core's groups."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -101,6 +110,8 @@ def initialize(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
         create_gloo_process_groups=False,  # for a kind of optimizer checkpoint that is not used
     )
@@ -157,6 +168,8 @@ def _groups(
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         device=device,
         control=control,
         agreement=agreement,
@@ -231,40 +244,6 @@ def join_alone() -> Groups:
         )
     world = dist.new_group()
     return _groups(torch.device("cpu"), world, world, None)
-
-
-def agree(groups: Groups, problem: str | None) -> list[str]:
-    """Return the problems of all ranks on every rank; an empty list if there are none. A collective call.
-
-    A rank with a problem logs it when others do not come soon: they may take long, or wait for it elsewhere.
-    """
-    messages = agree_in_time(groups, problem, None)
-    assert messages is not None, "it waits for all"
-    return messages
-
-
-def agree_in_time(groups: Groups, problem: str | None, patience: datetime.timedelta | None) -> list[str] | None:
-    """Like `agree`; None on a rank with a problem that the others have not met within `patience`."""
-    failed = torch.tensor([problem is not None], dtype=torch.int32)
-    work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=groups.agreement, async_op=True)
-    if problem is not None and not _is_done(work, _SOON):
-        logger.warning("%s\n(waiting for the other ranks)", problem)
-        if patience is not None and not _is_done(work, patience):
-            return None
-    work.wait()
-    if not failed.item():
-        return []
-    gathered: list[str | None] = [None] * groups.world_size
-    dist.all_gather_object(gathered, problem, group=groups.agreement)
-    return [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text is not None]
-
-
-def _is_done(work: dist.Work, limit: datetime.timedelta) -> bool:
-    try:
-        work.wait(limit)
-    except RuntimeError:  # gloo's, for the limit as for a lost connection
-        return False
-    return True
 
 
 def gather_to_all[T](groups: Groups, value: T) -> list[T]:

@@ -1,8 +1,9 @@
-"""This rank's random number generators: seeding and state."""
+"""This rank's random number generators, and the choice of deterministic kernels."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,15 @@ def seed_replicas(seed: int) -> None:
 def _seed(stage_seed: int) -> None:
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def make_deterministic() -> None:
+    """Allow deterministic kernels only. Call before CUDA starts; torch raises where no such kernel exists."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention; megatron-core insists on it
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def random_state() -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from llava_mcore.errors import CheckpointError, FileError, LlavaMcoreError, os_error_text, problems
-from llava_mcore.parallel.groups import Groups, agree, agree_in_time
+from llava_mcore.parallel.agreement import agree, agree_in_time
+from llava_mcore.parallel.groups import Groups
 
 PATIENCE = datetime.timedelta(seconds=20)
 """How long a rank that has failed waits for the others before it ends alone, and the run with it."""

@@ -18,6 +18,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from llava_mcore.data.order.dataset_order import finalized
 from llava_mcore.prepare.row_types import RowRange, ShuffledRows
 
 ROUNDS = 8
@@ -53,15 +54,8 @@ class Permutation:
         left, right = indices >> half, indices & mask
         for round_ in range(ROUNDS):
             digest = hashlib.sha256(f"{self.seed} {round_}".encode()).digest()
-            left, right = right, left ^ (_mixed(right ^ np.uint64(int.from_bytes(digest[:8], "little"))) & mask)
+            left, right = right, left ^ (finalized(right ^ np.uint64(int.from_bytes(digest[:8], "little"))) & mask)
         return (left << half) | right
-
-
-def _mixed(indices: Indices) -> Indices:
-    """Return the finalizer of SplitMix64 (Steele et al. 2014): every bit depends on all bits."""
-    indices = (indices ^ (indices >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    indices = (indices ^ (indices >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return indices ^ (indices >> np.uint64(31))
 
 
 class RowOffsets:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from llava_mcore.adapters.adaptation import base_of
 from llava_mcore.adapters.adapter_record import holds_adapters
@@ -28,8 +26,9 @@ from llava_mcore.data.storage.dataset_path import VALIDATION
 from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.log import warn_on_failure
-from llava_mcore.parallel.groups import Groups, agree, initialize, shut_down, wait_for_all
-from llava_mcore.parallel.random import seed_everything
+from llava_mcore.parallel.agreement import agree
+from llava_mcore.parallel.groups import Groups, initialize, shut_down, wait_for_all
+from llava_mcore.parallel.random import make_deterministic, seed_everything
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
@@ -101,15 +100,7 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
 
     # A resumed run has the rest too: optimizer, schedule, counters, random states, the position in the data.
     begin("loading the state")
-    progress, loader_states = TrainingProgress(), None
-    if resuming:
-        checkpoint = start.checkpoint
-        assert checkpoint is not None
-        progress, loader_states = resume(trainer)
-        on_first_rank(groups, lambda: adopt_ids(run.run_dir, checkpoint))
-        logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
-        if run.training.fraction_done(progress.iteration, progress.num_read) >= 1:  # a run by epochs knows it only now
-            _say_completion(run, start)
+    progress, loader_states = _resume_from(trainer, start) if resuming else (TrainingProgress(), None)
 
     # Data for training, validation and answers, on the rank of each replica that reads it.
     begin("opening the data")
@@ -134,6 +125,18 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         dataset_names=shared_names(groups, [] if loader is None else loader.dataset_names),
     )
     return loop, loader
+
+
+def _resume_from(trainer: Trainer, start: StartPoint) -> tuple[TrainingProgress, Sequence[Any] | None]:
+    """Load the rest of the state of a resumed run; return its progress and the positions in the data."""
+    run, checkpoint = trainer.run, start.checkpoint
+    assert checkpoint is not None
+    progress, loader_states = resume(trainer)
+    on_first_rank(trainer.groups, lambda: adopt_ids(run.run_dir, checkpoint))
+    logger.info("resumed at iteration %d of %s", progress.iteration, checkpoint)
+    if run.training.fraction_done(progress.iteration, progress.num_read) >= 1:  # a run by epochs knows it only now
+        _say_completion(run, start)
+    return progress, loader_states
 
 
 def _say_completion(run: RunConfig, start: StartPoint) -> None:
@@ -225,19 +228,12 @@ def _join_world(run: RunConfig) -> Groups:
         backend=run.parallel.backend,
         tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
+        expert_model_parallel_size=run.parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
         timeout_seconds=run.faults.timeout,
     )
     seed_everything(run.training.seed)
     return groups
-
-
-def make_deterministic() -> None:
-    """Allow deterministic kernels only. Call before CUDA starts; torch raises where no such kernel exists."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention; megatron-core insists on it
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bool) -> Assets | None:

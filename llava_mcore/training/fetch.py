@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 from llava_mcore.data.loader.collate import BATCH_SUMS
 from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.media.batch_fields import Fields, MediaWork, media_work
+from llava_mcore.parallel.agreement import agree
 from llava_mcore.parallel.batch import HostBatch
-from llava_mcore.parallel.groups import Groups, agree, sum_over_ranks
+from llava_mcore.parallel.groups import Groups, sum_over_ranks
 from llava_mcore.parallel.share import SharedStep, share_step
 
 logger = logging.getLogger(__name__)

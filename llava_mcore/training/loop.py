@@ -146,7 +146,9 @@ class TrainingLoop:
         step: LaunchedStep | None = None
         by_epochs = self.config.training.samples_to_read is not None  # the learning rate then follows what was read
         if not iterations.leaves_out_next:
-            with explain_out_of_memory(trainer.run, trainer.groups, self.progress.iteration + 1):
+            with explain_out_of_memory(
+                trainer.run, trainer.groups, self.progress.iteration + 1, self.reporter.forecast
+            ):
                 step = train_step(
                     trainer.groups,
                     trainer.chunks,
@@ -157,6 +159,7 @@ class TrainingLoop:
                     trainer.graphs,
                     only_if_finite=iterations.only_if_finite,
                     dataset_names=self.dataset_names,
+                    loads=trainer.loads,
                 )
         iterations.launched(fetched, step, rates)
 

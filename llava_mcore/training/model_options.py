@@ -29,6 +29,8 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         params_dtype=params_dtype(run),
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        expert_model_parallel_size=groups.ep_size,
+        expert_tensor_parallel_size=groups.etp_size,
         on_cpu=restores_matrices(run),
         plain_linears=restores_matrices(run),
         stages=stages(run, groups, hf.text_config.num_hidden_layers),
@@ -42,6 +44,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         recompute=recompute_options(model, model.recompute),
         recompute_vision=recompute_options(model, model.recompute_vision),
         vision_data_parallel=run.parallel.vision_data_parallel,
+        force_balance=run.router.force_balance,
     )
 
 
@@ -82,6 +85,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
 def stages(run: RunConfig, groups: Groups, num_layers: int) -> Stages:
     """Return how the language model's layers are split over pipeline stages."""
     parallel = run.parallel
+    assert parallel.balance == "none", "run.py resolves the balance"
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     return Stages(
         first=parallel.num_layers_in_first_pipeline_stage,

@@ -26,6 +26,7 @@ from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.connectors.perceiver_resampler import PerceiverLayer
+from llava_mcore.models.language.router import ExpertLoads, Router, RouterLosses
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
@@ -47,7 +48,7 @@ class Trainer:
     """The model with its optimizer and schedule.
 
     chunks: this rank's model, wrapped. trained_parts: parts with trained parameters, on any rank. loaded_from: the
-    checkpoint whose weights it has begun with.
+    checkpoint whose weights it has begun with. loads: of a model with experts.
     """
 
     run: RunConfig
@@ -60,6 +61,7 @@ class Trainer:
     loaded_from: Path | None = None
     adapter_setup: AdapterSetup | None = None
     graphs: Sequence[LayerGraphs] = ()
+    loads: ExpertLoads | None = None
 
     @property
     def fields(self) -> Fields:
@@ -126,7 +128,17 @@ def build_trainer(
         trained_parts = adapter_setup.trained_parts
     graphs = model_graphs(models[0], chunks[0], run) if run.model.cuda_graphs else []
     return Trainer(
-        run, groups, hf, chunks, optimizer, scheduler, trained_parts, start.checkpoint, adapter_setup, graphs
+        run,
+        groups,
+        hf,
+        chunks,
+        optimizer,
+        scheduler,
+        trained_parts,
+        start.checkpoint,
+        adapter_setup,
+        graphs,
+        ExpertLoads.of(models),
     )
 
 
@@ -232,6 +244,8 @@ def build_models(
         if model.post_process:  # with fp16 the gradient of the loss is its scale
             model.language_model.output_layer.adds_to_main_grad = options.params_dtype != torch.float16
             model.language_model.output_layer.terms = loss_terms(run)
+        for router in (x for x in model.modules() if isinstance(x, Router)):
+            router.losses = RouterLosses(run.router.aux_loss_coef, run.router.z_loss_coef)
         if not options.plain_linears:  # else it is quantized first
             model.to(groups.device)
         if initialize and model.pre_process and options.vision_data_parallel:
@@ -262,4 +276,6 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     tower = models[0].vision_model.config.fp8 if models[0].pre_process else None
     fp8 = ", FP8" + (", also of the tower" if tower else "") if config.fp8 else ""
     logger.info("layers: %s%s", config.transformer_impl, fp8)
-    logger.info("layout: tp %d x pp %d x dp %d on %s", groups.tp_size, groups.pp_size, groups.dp_size, groups.device)
+    experts = f", experts: ep {groups.ep_size} x etp {groups.etp_size}" if config.num_moe_experts else ""
+    sizes = f"tp {groups.tp_size} x pp {groups.pp_size} x dp {groups.dp_size}{experts}"
+    logger.info("layout: %s on %s", sizes, groups.device)

@@ -16,12 +16,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from llava_mcore.compat.megatron_optimizer import update_unless
+from llava_mcore.models.language.router import ExpertLoads
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.named_sums import Datasets, Sums, collect_sums, dataset_sum
 from llava_mcore.parallel.on_device import AsyncHostCopy, DeviceEvent
 from llava_mcore.parallel.share import SharedStep
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
+from llava_mcore.training.logs.expert_loads import ExpertTokens, load_sums
 from llava_mcore.training.logs.metrics_file import DEVICE_SUMS
 from llava_mcore.training.loss_terms import LOSS_TERMS
 
@@ -37,7 +39,7 @@ class StepResult:
         finite in a step that updates only if they are.
     finite: whether loss and gradient norm are finite. not_finite: this rank's micro-batches with a loss that is not.
     lr: the learning rate of parts without their own. sums: total and count of the other named sums that the global
-        batch has.
+        batch has. loads: tokens of each expert of each layer, without padding; empty without experts.
     """
 
     loss: float
@@ -48,6 +50,7 @@ class StepResult:
     finite: bool = True
     not_finite: tuple[int, ...] = ()
     sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    loads: ExpertTokens = ()
 
 
 def loss_sum(loss_mask: Tensor, report: Sums, total: Tensor) -> tuple[Tensor, Tensor, Sums]:
@@ -121,6 +124,7 @@ def train_step(
     *,
     only_if_finite: bool = False,
     dataset_names: Sequence[str] = (),
+    loads: ExpertLoads | None = None,
 ) -> LaunchedStep:
     """Launch the training on one global batch; a collective call.
 
@@ -131,6 +135,7 @@ def train_step(
         only_if_finite: keep the weights as they were if loss or gradient norm are not finite. The host waits for both
             before the update. It does so for fp16 too, whose loss scaler decides on the update.
         dataset_names: of a blend, as many on all ranks: the result has the loss of each. Empty without a blend.
+        loads: of a model with experts, whose tokens the result has.
     """
     # Shapes that the last step ran without a graph get theirs; gradients begin at zero.
     for part in graphs:
@@ -141,7 +146,7 @@ def train_step(
     # Gradients of all micro-batches, and the sums of their losses. Nothing waits for the device.
     reports = forward_backward(chunks, batches, num_datasets=len(dataset_names))
     lr = scheduler.get_lr({})
-    sums = _StepSums(groups, reports, dataset_names)
+    sums = _StepSums(groups, reports, dataset_names, loads)
     # The update, and with it the schedule.
     norm: Tensor | float | None
     if only_if_finite:
@@ -162,12 +167,18 @@ def train_step(
 class _StepSums:
     """The named sums of one step, added up on the device and copied to the host while the device continues."""
 
-    def __init__(self, groups: Groups, reports: Sequence[Sums], dataset_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        reports: Sequence[Sums],
+        dataset_names: Sequence[str],
+        loads: ExpertLoads | None,
+    ) -> None:
         """Add the reports over micro-batches, stages and model replicas; a collective call of the devices, for which
         the host does not wait. The loss of a replica is counted once.
 
         All ranks send the same names, those that the tables know: (loss, trained tokens), then of every other name its
-        total, its count, and on how many reports it is.
+        total, its count, and on how many reports it is; then the tokens of all experts.
         """
         self._datasets = {dataset_sum(index): f"{LOSS}/{name}" for index, name in enumerate(dataset_names)}
         self._names = (*DEVICE_SUMS, *LOSS_TERMS, *self._datasets)
@@ -179,7 +190,9 @@ class _StepSums:
         if groups.reports_loss:
             self._losses = torch.stack([report[LOSS] for report in reports if LOSS in report]).double()
         others = [self._total_of(name, reports) for name in self._names]
-        sums = torch.cat([self._losses.sum(0), *others])
+        self._num_experts = 0 if loads is None else loads.num_experts
+        of_experts = [] if loads is None else [loads.take(groups.device).flatten()]
+        sums = torch.cat([self._losses.sum(0), *others, *of_experts])
         dist.all_reduce(sums)
         self._sums = AsyncHostCopy(sums)
 
@@ -198,7 +211,7 @@ class _StepSums:
 
     def others(self) -> dict[str, tuple[float, float]]:
         """Return total and count of the other names that any rank has reported. The host waits for the device."""
-        _, _, *values = self._sums.read()
+        values = self._sums.read()[2 : 2 + 3 * len(self._names)]
         rows = zip(self._names, values[::3], values[1::3], values[2::3], strict=True)
         # A dataset that the batch has no trained token of has no loss.
         return {
@@ -206,6 +219,11 @@ class _StepSums:
             for name, total, count, num_reports in rows
             if num_reports and (count or name not in self._datasets)
         }
+
+    def loads(self) -> ExpertTokens:
+        """Return the tokens of each expert of each layer. The host waits for the device."""
+        values = self._sums.read()[2 + 3 * len(self._names) :]
+        return [values[i : i + self._num_experts] for i in range(0, len(values), self._num_experts or 1)]
 
     def is_finite(self) -> bool:
         """Return whether the summed loss is finite; the same on all ranks. The host waits for the device."""
@@ -236,4 +254,6 @@ class LaunchedStep:
         loss = total / count if count else float("nan")
         finite = math.isfinite(total) and math.isfinite(norm)
         not_finite = () if finite else self.sums.not_finite()
-        return StepResult(loss, norm, self.lr, int(count), self.updated, finite, not_finite, self.sums.others())
+        loads = self.sums.loads()
+        sums = self.sums.others() | load_sums(loads)
+        return StepResult(loss, norm, self.lr, int(count), self.updated, finite, not_finite, sums, loads)

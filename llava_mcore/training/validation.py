@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from llava_mcore.checkpoint.fp8_scales import scaled_modules
 from llava_mcore.data.loader.datasets import short_names
 from llava_mcore.data.loader.validation_data import ValidationData, ValidationPass
 from llava_mcore.errors import DataError, LlavaMcoreError
-from llava_mcore.parallel.batch import HostBatch, fill_rows, without_loss
-from llava_mcore.parallel.groups import sum_over_ranks
+from llava_mcore.parallel.batch import HostBatch, MicroBatch, fill_rows, without_loss
+from llava_mcore.parallel.groups import gather_to_all, sum_over_ranks
 from llava_mcore.parallel.random import kept_random_state
 from llava_mcore.parallel.share import share_step
 from llava_mcore.parallel.together import raise_listed
@@ -121,6 +121,7 @@ class Validator:
         groups = self.trainer.groups
         # Every pass reads the same samples, so that validations can be compared.
         passing = None if self.data is None else self.data.open(groups.dp_rank, groups.dp_size, part)
+        filler: MicroBatch | None = None
         sums = torch.zeros(2, dtype=torch.float64)
         used = skipped = rounds = 0
         # As many micro-batches as a training step has at a time, until no replica has any left.
@@ -130,9 +131,12 @@ class Validator:
                 batches, counts = self._fetch(passing, budget)
                 if not any(counts.per_replica):
                     return sums, used, skipped
+                if rounds == 0:
+                    filler = self._filler(batches, counts.per_replica)
                 used, skipped, rounds = used + counts.used, skipped + counts.skipped, rounds + 1
-                if counts.per_replica[groups.dp_rank]:
-                    sums += self._measure(batches, counts.per_replica[groups.dp_rank])
+                total = self._num_passes(counts.per_replica)
+                if total:
+                    sums += self._measure(batches, filler, total)
         finally:
             if passing is not None:
                 passing.close()
@@ -157,15 +161,38 @@ class Validator:
         used, skipped, *per_replica = sum_over_ranks(groups, [used, skipped, *counts])
         return batches, _ValidationCounts(used, skipped, tuple(per_replica))
 
-    def _measure(self, read: Sequence[HostBatch], count: int) -> torch.Tensor:
+    def _num_passes(self, per_replica: Sequence[int]) -> int:
+        """Return how many micro-batches this replica runs, some of them fillers."""
+        groups = self.trainer.groups
+        count = max(per_replica) if groups.replicas_share_experts else per_replica[groups.dp_rank]
+        # An interleaved schedule needs a multiple of the number of stages.
+        return self.most_batches if count and self._is_interleaved else count
+
+    def _filler(self, batches: Sequence[HostBatch], per_replica: Sequence[int]) -> MicroBatch | None:
+        """Return a micro-batch without loss for a replica that has fewer than it runs, on ranks that load data; a
+        collective call if one has none at all, and gets that of another."""
+        groups, fields = self.trainer.groups, self.trainer.fields
+        filler = without_loss(fill_rows(batches[0], self.micro_batch_size), fields) if batches else None
+        if min(per_replica) or not groups.replicas_share_experts:
+            return filler
+        source = next(index for index, count in enumerate(per_replica) if count)
+        sent = replace(filler, media={k: x.clone() for k, x in filler.media.items()}) if filler is not None else None
+        received = gather_to_all(groups, sent if groups.dp_rank == source else None)
+        return next(x for x in received if x is not None) if groups.loads_data else None
+
+    def _measure(self, read: Sequence[HostBatch], filler: MicroBatch | None, total: int) -> torch.Tensor:
         """Return (summed loss, trained tokens) of this replica's micro-batches; zeros on ranks that do not report the
-        loss."""
+        loss.
+
+        Args:
+            filler: fills up to `total` micro-batches.
+        """
         groups, fields, batches = self.trainer.groups, self.trainer.fields, None
         if self.data is not None:
             batches = [fill_rows(batch, self.micro_batch_size) for batch in read]
-            if self._is_interleaved:  # this schedule needs a multiple of the number of stages
-                batches += [without_loss(batches[0], fields)] * (self.most_batches - count)
-        total = self.most_batches if self._is_interleaved else count
+            if len(batches) < total:
+                assert filler is not None
+                batches += [filler] * (total - len(batches))
         reports = forward_backward(self.trainer.chunks, share_step(groups, batches, total, fields), forward_only=True)
         if not groups.reports_loss:
             return torch.zeros(2, dtype=torch.float64)

@@ -154,6 +154,33 @@ class ConcatRows:
 
 
 @dataclass(frozen=True)
+class StackExperts:
+    """`num_parts` matrices [rows, columns] of every expert, expert by expert, and one tensor
+    [experts, num_parts * rows, columns]."""
+
+    num_experts: int
+    num_parts: int
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        return torch.cat(hf, dim=0).unflatten(0, (self.num_experts, -1))
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x for expert in megatron.unbind(0) for x in expert.chunk(self.num_parts, dim=0))
+
+
+@dataclass(frozen=True)
+class TransposeExperts:
+    """[experts, inputs, outputs] and [experts, outputs, inputs]."""
+
+    def to_megatron(self, *hf: Tensor) -> Tensor:
+        (x,) = hf
+        return x.transpose(1, 2).contiguous()
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        return (megatron.transpose(1, 2).contiguous(),)
+
+
+@dataclass(frozen=True)
 class PadRows:
     """[rows, ...] and [padded_rows, ...]: zero rows at the end, dropped on export (vocabulary)."""
 

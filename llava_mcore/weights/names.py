@@ -7,19 +7,31 @@ they had.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from llava_mcore.errors import ConversionError, problems
 
 
+class HasShape(Protocol):
+    """A tensor of a folder, or what its header says of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True)
 class TextNames:
-    """Prefixes of the language model on both sides, and the HF names of its embedding and output layer."""
+    """Prefixes of the language model on both sides, and the HF names of its embedding and output layer.
+
+    `tensors`: those of the folder, whose names and shapes tell which of several forms it has; empty for the usual one.
+    """
 
     megatron: str
     hf: str
     embedding: str
     lm_head: str
+    tensors: Mapping[str, HasShape] = field(default_factory=dict)
 
     @property
     def megatron_layer(self) -> str:

@@ -17,18 +17,22 @@ from llava_mcore.errors import ConversionError, problems
 from llava_mcore.weights.layouts import Copy, TensorTransform
 from llava_mcore.weights.slices import Shape, TensorSlice
 
+_DESCRIBED = 4  # tensors of an entry that a message names
+
 
 @dataclass(frozen=True)
 class Shard:
     """Split along `dim` (None: every rank holds the whole tensor).
 
     With `blocks` > 1 each of the equal blocks along `dim` is split separately and every rank gets its part
-    of each: SwiGLU's [gate; up] becomes [gate_r; up_r] on rank r. `sections`: sizes of blocks that differ.
+    of each: SwiGLU's [gate; up] becomes [gate_r; up_r] on rank r. `sections`: sizes of blocks that differ. `experts`:
+    dim 0 counts experts, which expert-parallel ranks divide, and `dim` is split over expert-tensor-parallel ranks.
     """
 
     dim: int | None
     blocks: int = 1
     sections: tuple[int, ...] = ()
+    experts: bool = False
 
     def split(self, full: Tensor, tp_size: int) -> list[Tensor]:
         """Return the slice of every tensor-parallel rank, in rank order.
@@ -55,6 +59,16 @@ class Shard:
         cut = [block.chunk(tp_size, self.dim) for block in full.chunk(self.blocks, self.dim)]
         return [torch.cat(parts, self.dim) for parts in zip(*cut, strict=True)]
 
+    def split_experts(self, full: Tensor, ep_size: int, etp_size: int) -> list[list[Tensor]]:
+        """Return the slice of every rank: a list for each expert-parallel rank, of its expert-tensor-parallel ranks.
+
+        Raises:
+            ConversionError: a size is not divisible.
+        """
+        if full.shape[0] % ep_size:
+            raise ConversionError(f"{full.shape[0]} experts cannot be divided over ep {ep_size}")
+        return [self.split(part, etp_size) for part in full.chunk(ep_size)]
+
     def join(self, slices: Sequence[Tensor]) -> Tensor:
         """Inverse of `split`: the slices of every rank, in rank order, back to the full tensor."""
         if self.dim is None:
@@ -71,6 +85,8 @@ REPLICATED = Shard(None)
 COLUMN = Shard(0)
 ROW = Shard(1)
 GATED_COLUMN = Shard(0, blocks=2)
+EXPERT_COLUMN = Shard(1, blocks=2, experts=True)
+EXPERT_ROW = Shard(2, experts=True)
 
 
 @dataclass(frozen=True)
@@ -109,17 +125,29 @@ class Entry:
     def hf_slices(self, megatron_shape: Shape) -> tuple[TensorSlice, ...] | None:
         """Return each Hugging Face tensor's slice of the full Megatron tensor, in the order of `hf_names`.
 
-        None if the layout does more than concatenate rows: then the whole tensor is needed at once.
+        None if the layout does more than concatenate rows, or stack such matrices: then the whole tensor is needed at
+        once. A slice has the dims of the Megatron tensor, also where the Hugging Face tensor is one matrix of many.
         """
         full = torch.empty(megatron_shape, device="meta")
-        slices = []
-        for part in self.layout.to_hf(full):
-            same_rows = part.shape[1:] == full.shape[1:] and part.stride() == full.stride()
-            if not same_rows or not is_view_of(part, full):
-                return None
-            first = part.storage_offset() // full.stride(0)
-            slices.append(TensorSlice((first,) + (0,) * (full.ndim - 1), tuple(part.shape)))
-        return tuple(slices)
+        slices = [_rows_of(part, full) for part in self.layout.to_hf(full)]
+        return None if None in slices else tuple(x for x in slices if x is not None)
+
+    def hf_shapes(self, megatron_shape: Shape) -> tuple[Shape, ...]:
+        """Return the shape of each Hugging Face tensor, in the order of `hf_names`."""
+        return tuple(tuple(x.shape) for x in self.layout.to_hf(torch.empty(megatron_shape, device="meta")))
+
+
+def _rows_of(part: Tensor, full: Tensor) -> TensorSlice | None:
+    """Return the place of whole rows of a tensor, or of one of the matrices in it; None if a part is something else."""
+    lead = full.ndim - part.ndim
+    inner = full.shape[lead + 1 :]
+    if not is_view_of(part, full) or part.shape[1:] != inner or part.stride() != full.stride()[lead:]:
+        return None
+    start, offset = list[int](), part.storage_offset()
+    for stride in full.stride()[: lead + 1]:
+        start.append(offset // stride)
+        offset %= stride
+    return TensorSlice((*start, *(0 for _ in inner)), (*(1 for _ in range(lead)), *part.shape))
 
 
 @dataclass(frozen=True)
@@ -201,7 +229,8 @@ def _shape_problems(entry: Entry, hf_shapes: Mapping[str, Shape], expected: Shap
     """Run the layout on meta tensors: shapes are checked without reading a byte."""
     if any(name not in hf_shapes for name in entry.hf_names):
         return []
-    described = ", ".join(f"{name} {hf_shapes[name]}" for name in entry.hf_names)
+    described = ", ".join(f"{name} {hf_shapes[name]}" for name in entry.hf_names[:_DESCRIBED])
+    described += f" and {len(entry.hf_names) - _DESCRIBED} more" if len(entry.hf_names) > _DESCRIBED else ""
     try:
         meta = {name: torch.empty(hf_shapes[name], device="meta") for name in entry.hf_names}
         full = entry.to_megatron(meta)

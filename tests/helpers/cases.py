@@ -134,7 +134,9 @@ CASES = [
         "qwen3_vl",
         "yarn",
     ),
+    Case("qwen3_vl_moe", "qwen3_vl_moe", {}, ONE_PROCESS, "qwen3_vl_moe"),
     Case("qwen3_5", "qwen3_5", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen3_5"),
+    Case("qwen3_5_moe", "qwen3_5_moe", {}, ONE_PROCESS, "qwen3_5_moe"),
     Case("qwen2_audio_encoder", "qwen2", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_audio"),
 ]
 

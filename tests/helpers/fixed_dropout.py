@@ -17,11 +17,14 @@ RATE = 0.25
 TEXT = "language_model."
 """In the names of layers whose masks differ from token to token. Tiles and their tokens are in another order here."""
 
+SHARED = ".shared_expert."
+"""In the names of layers that read the tokens of all samples at once in transformers."""
+
 
 def mask(layer: str, num_tokens: int, width: int) -> Tensor:
     """Return the factors of what a layer reads, [tokens, width]."""
     generator = torch.Generator().manual_seed(zlib.crc32(layer.encode()))
-    num_rows = num_tokens if TEXT in layer else 1
+    num_rows = num_tokens if TEXT in layer and SHARED not in layer else 1
     kept = torch.rand(num_rows, width, generator=generator) >= RATE
     return (kept / (1 - RATE)).expand(num_tokens, -1)
 

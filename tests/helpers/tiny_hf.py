@@ -35,6 +35,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SiglipImageProcessor,
     SiglipVisionConfig,
 )
@@ -49,6 +50,7 @@ TEXTS = {
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
 }
+TEXTS_WITH_EXPERTS = {"qwen3_moe": Qwen3MoeConfig}
 VISIONS = {
     "clip": CLIPVisionConfig,
     "siglip": SiglipVisionConfig,
@@ -133,15 +135,18 @@ def text_config(kind: str, **overrides: Any) -> Any:
         "eos_token_id": 2,
         "pad_token_id": 3,
     }
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen3_moe"):
         base["head_dim"] = 16
+    if kind == "qwen3_moe":  # the second layer has a plain MLP
+        base |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        base["mlp_only_layers"] = [1]
     if kind == "mistral":
         base |= {"sliding_window": None, "head_dim": 8}
     if kind in ("gemma2", "gemma3"):  # a window that cuts, every second layer
         base |= {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
         num_layers = overrides.get("num_hidden_layers", base["num_hidden_layers"])
         base["layer_types"] = ["sliding_attention", "full_attention"] * (num_layers // 2)
-    return TEXTS[kind](**(base | overrides))
+    return {**TEXTS, **TEXTS_WITH_EXPERTS}[kind](**(base | overrides))
 
 
 def _pinpoints(side: int) -> list[list[int]]:
@@ -182,7 +187,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     zero_centred = {
         id(p)
         for x in model.modules()
-        if type(x).__name__.startswith("Gemma") or type(x).__name__ == "Qwen3_5RMSNorm"
+        if type(x).__name__.startswith("Gemma") or type(x).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
         for p in x.parameters(recurse=False)
     }
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,5 @@
-"""Complete, tiny, random folders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, each with its own processor."""
+"""Complete, tiny, random folders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL (also with experts) and Qwen3.5, each with its own
+processor."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
@@ -105,6 +110,27 @@ KINDS: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
         },
         {"head_dim": 16, "rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
     ),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeConfig,
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+    ),
     "qwen3_5": (
         Qwen3_5Config,
         Qwen3_5ForConditionalGeneration,
@@ -125,6 +151,17 @@ KINDS: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """By model_type: config, model, processor, video processor, and what tower and language model have of their own."""
+_OF_QWEN3_5 = KINDS["qwen3_5"]
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+KINDS["qwen3_5_moe"] = (
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    *_OF_QWEN3_5[2:5],
+    _OF_QWEN3_5[5] | _EXPERTS | {"shared_expert_intermediate_size": 64},
+)
+WITH_EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe")
+"""Classes of which the tower and the processors are those of another class."""
+OWN_TOWERS = tuple(name for name in KINDS if name not in WITH_EXPERTS)
 
 
 def make_hf_qwen(
@@ -140,7 +177,7 @@ def make_hf_qwen(
     config_class, model_class, processor_class, video_class, vision, text = KINDS[name]
     tokenizer = make_tokenizer(404, named=TOKENS)
     own: dict[str, Any] = {}
-    if name in ("qwen3_vl", "qwen3_5"):  # the defaults of its two processors differ, in its files they do not
+    if processor_class is Qwen3VLProcessor:  # the defaults of its two processors differ, in its files they do not
         own = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     images = Qwen2VLImageProcessor(size={"shortest_edge": 24 * 24, "longest_edge": 96 * 96}, **_PATCHES, **own)
     videos = video_class(size={"shortest_edge": 24 * 24, "longest_edge": 96 * 96 * 8}, **_PATCHES)
@@ -165,5 +202,5 @@ def make_hf_qwen(
 def make_each_kind(root: Path) -> dict[str, Path]:
     """Write a tiny model of each class, and return their folders."""
     for name in KINDS:
-        make_hf_qwen(root / name, name, seed=int(name == "qwen3_5"))  # of little noise, see CALM_EPS
+        make_hf_qwen(root / name, name, seed=int("qwen3_5" in name))  # of little noise, see CALM_EPS
     return {name: root / name for name in KINDS}

@@ -23,7 +23,8 @@ from llava_mcore.checkpoint import parallel_reader, save_plan
 from llava_mcore.checkpoint.layout import iteration_folder
 from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import num_bytes
-from llava_mcore.parallel.groups import Groups, agree, gather_to_all, initialize, sum_over_ranks, wait_for_all
+from llava_mcore.parallel.agreement import agree
+from llava_mcore.parallel.groups import Groups, gather_to_all, initialize, sum_over_ranks, wait_for_all
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.saving.pending import SAVES
 from llava_mcore.training.saving.save import Saver

@@ -30,10 +30,10 @@ from llava_mcore.errors import CheckpointError, FileError, TrainingError
 from llava_mcore.log import warn_on_failure
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.parallel.groups import Groups, gather_to_all
+from llava_mcore.parallel.random import make_deterministic
 from llava_mcore.parallel.share import share_step
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.answers.answerer import Answerer
-from llava_mcore.training.assembly import make_deterministic
 from llava_mcore.training.diagnostics import IterationProfiler
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.iterations import Iterations

@@ -16,6 +16,7 @@ from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.cases import CASES, EACH_CLASS, SHORT_SOUNDS, make_case
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_audio import encoded
+from tests.helpers.tiny_qwen import WITH_EXPERTS
 from tests.helpers.world import run_world
 from tests.parallel import any_size_checks
 
@@ -24,10 +25,12 @@ CONSTANT = {SHORT_SOUNDS.name: {"0.vision_model.position_embeddings.weight"}}
 """What training leaves as it is: Whisper's positions are those of sines."""
 SIZES = ((56, 56), (130, 60), (50, 140), (120, 115), (30, 31))
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
-OF_ANY_SIZE = [x for x in CASES if x.architecture != "llava"]
+OF_ANY_SIZE = [x for x in CASES if x.architecture not in ("llava", *WITH_EXPERTS)]
 OF_ANY_SIZE = [SHORT_SOUNDS if x.architecture == SHORT_SOUNDS.architecture else x for x in OF_ANY_SIZE]
+RESUMED = [x for x in EACH_CLASS if x.architecture not in WITH_EXPERTS]
+"""Experts need sequence parallelism to train at tp 2; test_experts trains and resumes those."""
 FIRST_OF_CLASS = {x.architecture: x.name for x in reversed(OF_ANY_SIZE)}
-"""Architecture -> the case that every layout trains; the others, of other language models, train at two."""
+"""Architecture -> its case that trains at (2, 1) or (1, 2), too, in turns; all cases train at (1, 1) and (2, 2)."""
 
 
 def resized(index: int) -> bytes:
@@ -55,7 +58,7 @@ def with_sound(number: int) -> dict[str, Any]:
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root: Path = tmp_path_factory.mktemp("any_size")
     cases = {}
-    for case in {case.name: case for case in (*OF_ANY_SIZE, *EACH_CLASS)}.values():
+    for case in {case.name: case for case in (*OF_ANY_SIZE, *RESUMED)}.values():
         make_case(case, root / case.name / "hf")
         import_hf(root / case.name / "hf", root / case.name / "megatron")
         kind = ARCHITECTURES[case.architecture]
@@ -80,7 +83,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
     curves = {}
     for tp, pp in LAYOUTS:
-        names = [x.name for x in OF_ANY_SIZE if tp == pp or x.name == FIRST_OF_CLASS[x.architecture]]
+        names = [x.name for x in OF_ANY_SIZE] if tp == pp else list(FIRST_OF_CLASS.values())[tp - 1 :: 2]
         given = material | {"cases": {name: material["cases"][name] for name in names}}
         ranks = run_world(tp * pp, any_size_checks.train, tp=tp, pp=pp, **given)
         curves[tp, pp] = ranks[0]
@@ -98,11 +101,13 @@ def test_every_layout_trains_alike(material: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize(("tp", "pp", "dp", "half"), [(2, 1, 2, 0), (2, 2, 1, 1)])
 def test_every_class_resumes_bit_for_bit(material: dict[str, Any], tp: int, pp: int, dp: int, half: int) -> None:
-    """A run with a stop has the losses, gradient norms and weights of one without, with the distributed optimizer."""
-    names = [case.name for case in EACH_CLASS][half::2]
+    """A run with a stop has the losses, gradient norms and weights of one without, with the distributed optimizer.
+
+    Each half of the classes at one layout: other tests have each kind of parallelism by itself.
+    """
+    names = [case.name for case in RESUMED][half::2]
     given = material | {
         "cases": {name: material["cases"][name] for name in names},
         "save_dir": f"{material['save_dir']}-{tp}-{pp}-{dp}",
@@ -113,5 +118,6 @@ def test_every_class_resumes_bit_for_bit(material: dict[str, Any], tp: int, pp: 
         for name, run in results.items():
             assert run["found"] == run["expected"], (rank, name)
             assert not run["different"], (rank, name)
-            assert len(set(run["expected"]["loss"])) == len(run["expected"]["loss"])
+            after_updates = run["expected"]["loss"][1:]  # the first step's rate is 0, and a step may be a whole epoch
+            assert len(set(after_updates)) == len(after_updates)
             assert set(run["unchanged"]) <= CONSTANT.get(name, set()), (rank, name)

@@ -23,12 +23,11 @@ from tests.helpers.world import run_world
 from tests.parallel import class_curve_checks
 from tests.unit.models import test_idefics2, test_qwen
 
-LAYOUTS: list[Any] = [(1, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.long) for layout in ((1, 2), (2, 1)))]
-LONG = ((1, 2), (2, 1), (2, 1, 2))
-WHOLE = ((1, 1, 1), (2, 2, 1))
-"""Layouts that train all steps; the others train the first ones of the same schedule."""
+ONE, TWICE_TWO = (1, 1, 1), (2, 2, 1)
+LONG = ((1, 2, 1), (2, 1, 1), (2, 1, 2))
+"""tp, pp, dp. Each of these trains a third of the models."""
 FIRST_STEPS = 6
-"""tp, pp and dp, which is 1 if not given."""
+"""How many of the 20 steps that one process trains are trained at other layouts."""
 Curve = dict[str, dict[str, list[float]]]
 
 
@@ -74,6 +73,10 @@ TRAINED = {
 }
 
 
+CELLS = [(name, layout) for name in TRAINED for layout in (ONE, TWICE_TWO)]
+LONG_CELLS = [(name, LONG[i % len(LONG)]) for i, name in enumerate(TRAINED)]
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The arguments of every layout's world: folders, checkpoints and steps."""
@@ -96,9 +99,11 @@ def curve_of(material: dict[str, Any]) -> Callable[..., Curve]:
     """Returns every model's curve at a layout, from rank 0 of a world that is started once."""
 
     @functools.cache
-    def train(tp: int, pp: int, dp: int = 1) -> Curve:
-        steps = max(x.num_steps for x in TRAINED.values()) if (tp, pp, dp) in WHOLE else FIRST_STEPS
-        found: Curve = run_world(tp * pp * dp, class_curve_checks.train, tp=tp, pp=pp, most_steps=steps, **material)[0]
+    def train(tp: int, pp: int, dp: int) -> Curve:
+        steps = max(x.num_steps for x in TRAINED.values()) if (tp, pp, dp) == ONE else FIRST_STEPS
+        names = {name for name, layout in (*CELLS, *LONG_CELLS) if layout == (tp, pp, dp)}
+        given = material | {"cases": {name: case for name, case in material["cases"].items() if name in names}}
+        found: Curve = run_world(tp * pp * dp, class_curve_checks.train, tp=tp, pp=pp, most_steps=steps, **given)[0]
         return found
 
     return train
@@ -108,32 +113,41 @@ def curve_of(material: dict[str, Any]) -> Callable[..., Curve]:
 def expected_of(material: dict[str, Any], curve_of: Callable[..., Curve]) -> Callable[[str], Any]:
     """Returns a model's losses and gradient norms of plain transformers."""
     return functools.cache(
-        lambda name: their_curve(Path(material["cases"][name]["hf"]), TRAINED[name], curve_of(1, 1)[name]["lr"])
+        lambda name: their_curve(Path(material["cases"][name]["hf"]), TRAINED[name], curve_of(*ONE)[name]["lr"])
     )
 
 
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-@pytest.mark.parametrize("name", TRAINED)
+def layouts_of(cells: list[tuple[str, tuple[int, int, int]]], **options: Any) -> list[Any]:
+    """Return cells with ids that say what they are."""
+    return [pytest.param(name, layout, id=f"{name}-{layout}", **options) for name, layout in cells]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    layouts_of(CELLS) + layouts_of([x for x in LONG_CELLS if x[1][2] == 1], marks=pytest.mark.long),
+)
 def test_steps_are_those_of_transformers_and_adamw(
-    curve_of: Callable[..., Curve], expected_of: Callable[[str], Any], name: str, tp: int, pp: int
+    curve_of: Callable[..., Curve], expected_of: Callable[[str], Any], name: str, layout: tuple[int, int, int]
 ) -> None:
     losses, norms = expected_of(name)
-    ours = curve_of(tp, pp)[name]
-    if (tp, pp, 1) not in WHOLE:
+    ours = curve_of(*layout)[name]
+    if layout != ONE:
         losses, norms = losses[:FIRST_STEPS], norms[:FIRST_STEPS]
     assert ours["loss"] == pytest.approx(losses, rel=1e-5)
     assert ours["grad_norm"][0] == pytest.approx(norms[0], rel=1e-5)
     assert ours["grad_norm"] == pytest.approx(norms, rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", [(2, 2), *(pytest.param(x, marks=pytest.mark.long) for x in LONG)], ids=str)
 @pytest.mark.parametrize("way", ["options", "padded"])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    layouts_of([x for x in CELLS if x[1] != ONE]) + layouts_of(LONG_CELLS, marks=pytest.mark.long),
+)
 def test_recomputed_interleaved_sequence_and_data_parallel(
-    curve_of: Callable[..., Curve], name: str, way: str, layout: tuple[int, ...]
+    curve_of: Callable[..., Curve], name: str, way: str, layout: tuple[int, int, int]
 ) -> None:
     """Packed and everything recomputed, or padded and parts recomputed: the losses of one process, packed."""
-    expected, found = curve_of(1, 1)[f"{name}, options"], curve_of(*layout)[f"{name}, {way}"]
+    expected, found = curve_of(*ONE)[f"{name}, options"], curve_of(*layout)[f"{name}, {way}"]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 

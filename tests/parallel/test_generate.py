@@ -35,7 +35,9 @@ CASES = [
     Case("qwen2_vl", "qwen2", {"tie": True}, None, "qwen2_vl"),
     Case("qwen2_5_vl", "qwen2", {}, None, "qwen2_5_vl"),
     Case("qwen3_vl", "qwen3", {}, None, "qwen3_vl"),
+    Case("qwen3_vl_moe", "qwen3_vl_moe", {}, None, "qwen3_vl_moe"),
     Case("qwen3_5", "qwen3_5", {}, None, "qwen3_5"),
+    Case("qwen3_5_moe", "qwen3_5_moe", {}, None, "qwen3_5_moe"),
     SHORT_SOUNDS,
 ]
 NUM_NEW = 12

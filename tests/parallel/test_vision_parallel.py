@@ -99,7 +99,7 @@ def assert_same_gradients(
 ) -> None:
     """Compare each gradient with all of one rank's, of the tower, or with the part that this rank has."""
     hf = load_hf_config(Path(case["hf"]))
-    entries = mapping_table(hf, usual_names(hf), hf_tensors=(), padded_vocab_size=512).entries
+    entries = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=512).entries
     assert found.keys() == whole.keys()
     for name, gradient in whole.items():
         is_whole = name.startswith("vision_model.")

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from llava_mcore.build.architectures.base import FolderClass
 from llava_mcore.build.options import CONNECTORS, BuildOptions
-from llava_mcore.config.model_classes import MODEL_CLASSES
+from llava_mcore.config.model_classes import MODEL_CLASSES, instance
 from llava_mcore.errors import ConfigError
 
-
-def _folder(path: str) -> FolderClass:
-    """Return the folder class of a row. `path`: its file in this folder, and its class."""
-    file, _, name = path.partition(".")
-    folder: FolderClass = getattr(import_module(f"{__package__}.{file}"), name)()
-    return folder
-
-
-_CLASSES = tuple(_folder(row.folder) for row in MODEL_CLASSES.values() if row.folder is not None)
+_CLASSES: tuple[FolderClass, ...] = tuple(
+    instance("llava_mcore.build.architectures", row.folder) for row in MODEL_CLASSES.values() if row.folder is not None
+)
 
 
 def folder_class(options: BuildOptions) -> FolderClass:

@@ -182,7 +182,7 @@ _WRITERS: dict[str, Callable[[str, Path, int], None]] = {
     "internvl": _write_internvl,
     "idefics2": _write_idefics2,
     **dict.fromkeys(("idefics3", "smolvlm"), _write_idefics3),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), write_qwen_vl),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), write_qwen_vl),
     "qwen2_audio": write_qwen2_audio,
 }
 """By model_type; a test compares them with the supported classes."""

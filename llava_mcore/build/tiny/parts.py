@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
 
 PATCH = 14
 SIDE = 4 * PATCH
@@ -19,6 +20,7 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 BOS, EOS, PAD = 1, 2, 3
 """Ids of the special tokens."""
 _VOCAB_SIZE = 400
+_CENTERED = (Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm)
 _CORPUS = (
     "USER: What is this? ASSISTANT: This is a picture of a small red house.",
     "Which digit is shown? It is seven. Is it even? no. yes. 0 1 2 3 4 5 6 7 8 9",
@@ -116,7 +118,7 @@ def write(
 def _randomize(model: torch.nn.Module, seed: int) -> None:
     """Fill all weights from a seed: biases and norms too, so that a swapped or transposed tensor changes answers."""
     generator = torch.Generator().manual_seed(seed)
-    norms = [name for name, module in model.named_modules() if isinstance(module, Qwen3_5RMSNorm)]
+    norms = [name for name, module in model.named_modules() if isinstance(module, _CENTERED)]
     centered = {f"{name}.weight" for name in norms}  # whose scale is 1 + weight
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

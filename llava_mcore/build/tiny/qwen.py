@@ -1,4 +1,4 @@
-"""Tiny folders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Qwen2-Audio."""
+"""Tiny folders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with and without experts, and Qwen2-Audio."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ _TOWERS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 25},
 }
+_TOWERS |= {"qwen3_vl_moe": _TOWERS["qwen3_vl"], "qwen3_5_moe": _TOWERS["qwen3_5"]}
 _ROPES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"mrope_section": [1, 2, 1]},
     "qwen2_5_vl": {"mrope_section": [1, 1, 2]},
     "qwen3_vl": {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
     "qwen3_5": {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
 }
+_ROPES |= {"qwen3_vl_moe": _ROPES["qwen3_vl"], "qwen3_5_moe": _ROPES["qwen3_5"]}
 """Settings of the rotary positions that differ between the classes."""
 _TEXTS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"head_dim": 16},
@@ -54,8 +56,13 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+_TEXTS |= {
+    "qwen3_vl_moe": _TEXTS["qwen3_vl"] | _EXPERTS,
+    "qwen3_5_moe": _TEXTS["qwen3_5"] | _EXPERTS | {"shared_expert_intermediate_size": 96},
+}
 """Other fields that only their language models have."""
-_NEW = ("qwen3_vl", "qwen3_5")
+_NEW = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Classes with Qwen3-VL's processors."""
 
 

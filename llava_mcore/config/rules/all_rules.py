@@ -12,6 +12,7 @@ from llava_mcore.config.needs import check_needs
 from llava_mcore.config.rules.adapter import check_adapter, trains_projection, trains_tower
 from llava_mcore.config.rules.delta_nets import FP8_MULTIPLE, check_delta_nets
 from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.rules.experts import check_experts
 from llava_mcore.config.rules.operation import check_operations
 from llava_mcore.config.rules.parallel import check_deepstack, check_options, check_stages, has_uneven_stages
 from llava_mcore.config.rules.schedule import check_schedule
@@ -118,7 +119,7 @@ def check_run(
         errors += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
         if run.training.fp8_vision:
             errors += check_fp8_tower(dims, 1 if divides else tp, source)
-        errors += check_delta_nets(run, dims, source)
+        errors += [*check_delta_nets(run, dims, source), *check_experts(run, dims, world_size, source)]
         if run.model.drop_class_token and dims.keeps_class_token:
             errors.append(
                 f"--no-add-class-token, but {source} keeps the class token (vision_feature_select_strategy full): "

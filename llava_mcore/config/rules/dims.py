@@ -15,7 +15,9 @@ class ModelDims:
     `keeps_class_token`: the tower has one, and the language model sees it. `projection_ffn_hidden_size`: the width
     between the matrices of what maps the tower's features, 0 if there is none. `delta_key_heads`, `delta_value_heads`:
     of the layers that have a gated delta net in place of attention, 0 if there are none; `delta_width`: rows of the
-    first matrix of such a net.
+    first matrix of such a net. `num_experts`: of the layers that have a mixture in place of an MLP, 0 if there are
+    none; `expert_ffn_hidden_size`, `shared_ffn_hidden_size`: the width inside one of them, and inside what all tokens
+    share.
     """
 
     num_layers: int
@@ -36,6 +38,9 @@ class ModelDims:
     delta_key_heads: int = 0
     delta_value_heads: int = 0
     delta_width: int = 0
+    num_experts: int = 0
+    expert_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: int = 0
 
     @property
     def num_deepstack_layers(self) -> int:

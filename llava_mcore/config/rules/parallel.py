@@ -20,12 +20,28 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
     if model.cuda_graphs:
         yield from _check_graphs(run, device_available)
     yield from _check_optimizer(run, device_available)
+    yield from check_balance(parallel)
     uneven_too = parallel.num_layers_per_virtual_pipeline_stage is not None and has_uneven_stages(parallel)
+    uneven_too = uneven_too and parallel.balance == "none"  # else `check_balance` reports it
     if uneven_too and parallel.pipeline_model_parallel_size > 1:
         yield (
             "parallel.num_layers_per_virtual_pipeline_stage needs stages of equal size: omit it, or "
             "parallel.num_layers_in_first_pipeline_stage and …_last_…"
         )
+
+
+def check_balance(parallel: ParallelConfig) -> Iterator[str]:
+    """Yield keys that decide what parallel.balance would."""
+    if parallel.balance == "none" or parallel.pipeline_model_parallel_size == 1:
+        return
+    decided = {
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+        "num_layers_per_virtual_pipeline_stage": parallel.num_layers_per_virtual_pipeline_stage,
+    }
+    keys = [f"parallel.{name}" for name, value in decided.items() if value is not None]
+    if keys:
+        yield f"parallel.balance auto divides the layers by itself, into one chunk per stage: omit {' and '.join(keys)}"
 
 
 def _check_graphs(run: RunConfig, device_available: bool) -> Iterator[str]:
@@ -64,7 +80,7 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
     """
     parallel = run.parallel
     pp, layers = parallel.pipeline_model_parallel_size, dims.num_layers
-    if pp == 1:
+    if pp == 1 or parallel.balance == "auto":
         return
     # Features that are added in later layers stay on the first stage.
     stages = (
@@ -137,8 +153,9 @@ def _layers_of_first_chunk(parallel: ParallelConfig, layers: int) -> int:
 
 
 def has_uneven_stages(parallel: ParallelConfig) -> bool:
-    """Return whether the first or the last stage has its own number of layers."""
+    """Return whether the first or the last stage has its own number of layers, or will have."""
     return (
-        parallel.num_layers_in_first_pipeline_stage is not None
+        parallel.balance == "auto"
+        or parallel.num_layers_in_first_pipeline_stage is not None
         or parallel.num_layers_in_last_pipeline_stage is not None
     )

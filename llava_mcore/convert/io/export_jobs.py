@@ -72,8 +72,8 @@ def hf_tensors(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Tensor]]
     if slices is None:
         yield from job.entry.to_hf(_read(job, TensorSlice.full(job.shape), scratch)).items()
         return
-    for name, tensor_slice in zip(job.entry.hf_names, slices, strict=True):
-        yield name, _read(job, tensor_slice, scratch)
+    for name, tensor_slice, shape in zip(job.entry.hf_names, slices, job.entry.hf_shapes(job.shape), strict=True):
+        yield name, _read(job, tensor_slice, scratch).view(shape)
 
 
 def _hf_data(job: EntryRead, scratch: Scratch) -> Iterator[tuple[str, Data]]:

@@ -190,7 +190,7 @@ def _pieces(entry: EntryWrite, tensors: dict[str, Tensor], scratch: Scratch) -> 
     if slices is None:
         parts = [(TensorSlice.full(entry.shape), entry.entry.to_megatron(tensors))]
     else:
-        parts = list(zip(slices, tensors.values(), strict=True))
+        parts = [(part, x.view(part.size)) for part, x in zip(slices, tensors.values(), strict=True)]
         located = [] if entry.is_cast else list(zip(slices, entry.sources, strict=True))
     for piece in entry.pieces:
         data: Data | None = byte_ranges_of(piece.tensor_slice, located, lambda at: at)

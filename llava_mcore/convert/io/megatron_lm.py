@@ -94,8 +94,9 @@ class LegacyTensors:
         Raises:
             CheckpointError: it is missing, or a slice has another shape.
         """
-        if shard.sections:
-            raise CheckpointError(f"{self.folder}: {name}: delta nets are not read from this older format")
+        if shard.sections or shard.experts:
+            layers = "mixtures of experts" if shard.experts else "delta nets"
+            raise CheckpointError(f"{self.folder}: {name}: {layers} are not read from this older format")
         slices = self._slices.get(self.stored_name(name), ())
         size = len(slices)
         if not size:

@@ -57,7 +57,10 @@ def check_shard_rules(table: MappingTable, model: torch.nn.Module) -> None:
         expected = Shard(None)
         if cut:
             expected = Shard(
-                marks["partition_dim"], marks.get("partition_stride", 1), marks.get("partition_sections", ())
+                marks["partition_dim"],
+                marks.get("partition_stride", 1),
+                marks.get("partition_sections", ()),
+                marks.get("of_experts", False),
             )
         if table.entries[name].shard != expected:
             wrong.append(f"{name}: the table says {table.entries[name].shard}, the model {expected}")
@@ -86,10 +89,11 @@ def planned_weights(
     sources: Mapping[str, TensorAt],
     *,
     tp_size: int,
+    ep_size: int = 1,
     dtype: torch.dtype | None = None,
 ) -> tuple[SharedState, list[EntryWrite]]:
-    """Return the sharded state of a Hugging Face folder, split for `tp_size` ranks, and the content of each of its
-    pieces.
+    """Return the sharded state of a Hugging Face folder, split for `tp_size` ranks and its experts for `ep_size`, and
+    the content of each of its pieces.
 
     Args:
         model_state: `sharded_state_dict()` of a model on the meta device at tp 1, pp 1.
@@ -114,7 +118,7 @@ def planned_weights(
         # megatron-core's key and place, cut for the ranks; and the parts of the parameter that the pieces are.
         blocks = _with_data(sharded, full)
         stored = {x.key: x for x in _stored_slices(blocks)}
-        state[name] = [cut for block in blocks for cut in _cut(block, entry.shard, tp_size)]
+        state[name] = [cut for block in blocks for cut in _cut(block, entry.shard, tp_size, ep_size)]
         pieces = tuple(_piece(cut, stored[cut.key]) for cut in state[name])
         writes.append(EntryWrite(entry, tensors, target_dtype, tuple(full.shape), pieces))
     return state, writes
@@ -159,18 +163,20 @@ def _with_data(sharded: ShardedTensor | ShardedTensorFactory, full: Tensor) -> l
     return [replace(sharded, data=full, dtype=full.dtype)]
 
 
-def _cut(full: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor]:
-    """Store one chunk per tensor-parallel rank, so that each rank later reads only its own.
+def _cut(full: ShardedTensor, shard: Shard, tp_size: int, ep_size: int) -> list[ShardedTensor]:
+    """Store one chunk per tensor-parallel rank, of experts per expert-parallel rank, so that each rank later reads only
+    its own.
 
     What does not divide stays whole: towers that ranks do not divide.
     """
-    if shard.dim is None or tp_size == 1 or full.local_shape[shard.dim] % tp_size:
+    dim, size = (0, ep_size) if shard.experts else (shard.dim, tp_size)
+    if dim is None or size == 1 or full.local_shape[dim] % size:
         return [full]
     assert full.data is not None and full.axis_fragmentations is not None
-    axis = shard.dim + full.prepend_axis_num
+    axis = dim + full.prepend_axis_num
     layer_offsets = [(a, full.global_offset[a], full.global_shape[a]) for a in range(full.prepend_axis_num)]
-    fragments = full.axis_fragmentations[axis] * tp_size
-    first = full.global_offset[axis] * tp_size // full.local_shape[shard.dim]
+    fragments = full.axis_fragmentations[axis] * size
+    first = full.global_offset[axis] * size // full.local_shape[dim]
     return [
         ShardedTensor.from_rank_offsets(
             full.key,
@@ -181,5 +187,5 @@ def _cut(full: ShardedTensor, shard: Shard, tp_size: int) -> list[ShardedTensor]
             prepend_axis_num=full.prepend_axis_num,
             allow_shape_mismatch=full.allow_shape_mismatch,
         )
-        for rank, chunk in enumerate(full.data.chunk(tp_size, shard.dim))
+        for rank, chunk in enumerate(full.data.chunk(size, dim))
     ]

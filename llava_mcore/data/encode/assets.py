@@ -109,21 +109,18 @@ def load_assets(
     Raises:
         DataError: lists everything that is missing or does not match.
     """
-    errors: list[str] = []
-    # Loading continues after a problem, so that one message lists all of them.
+    errors: list[str] = []  # loading continues after a problem, so that one message lists all of them
     folders = [hf_dir] if checkpoint_hf_dir is None else [hf_dir, checkpoint_hf_dir]
     refuse_odd_files(folders)
     config = _load_config(folders[-1], errors)
-    tokenizer = _load_tokenizer(hf_dir, errors)
-    if tokenizer is not None:
-        choose_tokens(tokenizer, {"image_token": image_token_id, "pad_token": pad_token_id}, errors)
+    tokenizer = _open_tokenizer(hf_dir, {"image_token": image_token_id, "pad_token": pad_token_id}, errors)
     # What depends on the tokenizer or the class is skipped where that could not be loaded.
     choice = _choose_template(tokenizer, folders, chat_template, lang, errors)
     processors = load_processors(folders, config, tokenizer, pixels, video_pixels, errors)
     plan = None if config is None else media_plan(folders, config, tokenizer, processors, errors)
     preprocessor = media_preprocessor(processors, config, plan, limits, errors)
     token = None if tokenizer is None else check_tokenizer(tokenizer, config, errors)
-    _check_image_token(config, image_token_id, errors)
+    errors += _image_token_errors(config, image_token_id)
     if errors:
         raise DataError(problems(f"{hf_dir} cannot prepare conversations for the model", errors))
     assert config is not None and tokenizer is not None and choice is not None and preprocessor is not None
@@ -145,9 +142,10 @@ def load_assets(
     )
 
 
-def _check_image_token(config: PretrainedConfig | None, image_token_id: int | None, errors: list[str]) -> None:
-    if config is not None and not architecture_of(config).takes_images and image_token_id is not None:
-        errors.append(f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it")
+def _image_token_errors(config: PretrainedConfig | None, image_token_id: int | None) -> list[str]:
+    if config is None or architecture_of(config).takes_images or image_token_id is None:
+        return []
+    return [f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it"]
 
 
 def _placeholders(image_token: str, plan: MediaPlan, processors: Processors) -> dict[str, Any]:
@@ -271,6 +269,16 @@ def require_same_tokenizer(folder: Path, tokenizer_dir: Path) -> None:
 
 def _content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
+
+
+def _open_tokenizer(
+    folder: Path, token_ids: Mapping[str, int | None], errors: list[str]
+) -> PreTrainedTokenizerBase | None:
+    """Load a tokenizer, whose special tokens are those of the ids that are not None."""
+    tokenizer = _load_tokenizer(folder, errors)
+    if tokenizer is not None:
+        choose_tokens(tokenizer, token_ids, errors)
+    return tokenizer
 
 
 def _load_tokenizer(folder: Path, errors: list[str]) -> PreTrainedTokenizerBase | None:

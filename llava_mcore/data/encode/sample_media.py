@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -87,12 +87,16 @@ def _audios(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | No
 
 def is_image_part(name: str) -> bool:
     """Return whether a part of a sample is a picture or frame, by its suffix."""
-    return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in IMAGE_PARTS
+    return _has_suffix(name, IMAGE_PARTS)
 
 
 def is_audio_part(name: str) -> bool:
     """Return whether a part of a sample is a sound, by its suffix."""
-    return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in AUDIO_PARTS
+    return _has_suffix(name, AUDIO_PARTS)
+
+
+def _has_suffix(name: str, suffixes: Collection[str]) -> bool:
+    return not name.startswith("__") and name.rsplit(".", 1)[-1].lower() in suffixes
 
 
 def listed_videos(videos: Any) -> list[ListedVideo]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
@@ -15,7 +15,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.registry import architecture_of
 
 
-def choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: dict[str, int | None], errors: list[str]) -> None:
+def choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: Mapping[str, int | None], errors: list[str]) -> None:
     """Set the tokenizer's special tokens that are given by id.
 
     ids: special token's name -> id, None keeps it.

@@ -22,12 +22,7 @@ EARLIER_FORMATS = (1, 2, 3, 4)
 
 MICRO_BATCH = "training.micro_batch_size"
 NUM_STREAMS = "data.num_streams"
-PACKING = "data.packing"
 PROCESSORS = "processors"
-ON_TOO_LONG = "data.on_too_long"
-"""Recorded since settings without effect are left out; before, they were None."""
-ONLY_PACKING = ("data.packing_buffer_size", "data.seq_length", "data.max_media_tokens")
-"""Settings that older positions hold as None without packing, whatever they were."""
 
 
 def settings_to_resume_with(
@@ -46,10 +41,10 @@ def settings_to_resume_with(
         NUM_STREAMS: data.num_streams,
         "data.shuffle_buffer_size": data.shuffle_buffer_size,
         "data.blend_weights": data.blend_weights,
-        PACKING: data.packing,
+        "data.packing": data.packing,
         **(packing if data.packing else {}),
         "data.max_media_tokens": data.max_media_tokens,
-        ON_TOO_LONG: data.on_too_long,
+        "data.on_too_long": data.on_too_long,
         "data.max_sample_bytes": data.max_sample_bytes,
         "data.max_text_chars": data.max_text_chars,
         "data.max_picture_pixels": data.max_picture_pixels,
@@ -74,7 +69,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     Only settings in both are compared: one that is missing has no effect there, or an older version did not record it.
     A position is counted in micro-batches; it can be converted to smaller ones that divide them.
     """
-    before = _recorded(before)
     names = [name for name in before if name in now and name not in (MICRO_BATCH, PROCESSORS)]
     mismatches = [
         f"{name}: saved with {_said(before[name])}, now {_said(now[name])}"
@@ -93,13 +87,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         mismatches.append(f"{MICRO_BATCH}: saved with {size}, now {now[MICRO_BATCH]}; it may become {fitting}")
     return mismatches
-
-
-def _recorded(before: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a position without those that an older version did not record."""
-    if ON_TOO_LONG in before or before.get(PACKING):
-        return before
-    return {name: value for name, value in before.items() if name not in ONLY_PACKING}
 
 
 def _said(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from llava_mcore.data.loader.packing import PatchBudget, fullest_pack
 from llava_mcore.data.loader.sample_reader import SampleReader
 from llava_mcore.data.loader.source import Delivery, PixelBuffers
-from llava_mcore.data.loader.turns import Turns
+from llava_mcore.data.loader.turns import StreamTurns
 from llava_mcore.data.order.mixture import Progress
 from llava_mcore.data.order.stream_order import ChosenSample
 from llava_mcore.data.samples import Batch, EncodedSample, Skip, TokenSample
@@ -229,7 +229,7 @@ def _joined(samples: list[TokenSample]) -> TokenSample:
 class StreamServer(IterableDataset[Delivery]):
     """Yields the deliveries of one loader process: its streams, in the order of all streams of the rank."""
 
-    def __init__(self, streams: dict[int, Stream], turns: Turns, buffers: PixelBuffers | None) -> None:
+    def __init__(self, streams: dict[int, Stream], turns: StreamTurns, buffers: PixelBuffers | None) -> None:
         """streams: the streams of this process; turns: the order of all streams of the rank; buffers: None in the
         training process."""
         self.streams = streams

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from megatron.energon.epathlib import EPath
+
 from llava_mcore.config.rules.batch_size import BatchSizes
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
@@ -29,7 +31,7 @@ from llava_mcore.data.loader.saved_position import (
 from llava_mcore.data.loader.source import MIN_PREFETCH, BatchSource, PixelBuffers, reading
 from llava_mcore.data.loader.stream import Stream, StreamServer
 from llava_mcore.data.loader.turns import (
-    Turns,
+    StreamTurns,
     share,
     states_to_read,
     streams_to_count,
@@ -88,8 +90,7 @@ class TrainLoader:
         batch_sizes = batch_sizes or BatchSizes.of(micro_batch_size * num_micro_batches * dp_size, None)
         rank = RankReads(dp_rank, dp_size, micro_batch_size, num_micro_batches, batch_sizes, seed, pad_multiple)
         # For `read_again`: the same loader, which reads in this process.
-        in_process = data.model_copy(update={"num_workers": 0})
-        self._open_again = partial(TrainLoader, in_process, assets, **vars(rank))
+        self._open_again = partial(TrainLoader, data.model_copy(update={"num_workers": 0}), assets, **vars(rank))
 
         # A saved position brings the number of streams, and must belong to the same settings.
         self._settings = settings_to_resume_with(data, assets, self.path, seed, micro_batch_size)
@@ -102,9 +103,7 @@ class TrainLoader:
         self.dataset_names = opened.dataset_names
         """Names of a blend's datasets, for the log; empty for a single dataset."""
         if dp_rank == 0:
-            log_origin(leaves, assets.chat.fingerprint)
-            warn_of_other_pixels(leaves, assets.pixel_ranges)
-            _log_start(data, assets, augmentation, opened.num_streams, dp_size)
+            _log_start(leaves, data, assets, augmentation, opened.num_streams, dp_size)
 
         # Divide the streams over loader processes, which are forked at the first batch, with the open streams.
         self._turns = _turns_of(rank, opened.num_streams, saved_streams.num_batches)
@@ -209,9 +208,16 @@ class TrainLoader:
 
 
 def _log_start(
-    data: DataConfig, assets: Assets, augmentation: Augmentation | None, num_streams: int, dp_size: int
+    leaves: Sequence[Path | EPath],
+    data: DataConfig,
+    assets: Assets,
+    augmentation: Augmentation | None,
+    num_streams: int,
+    dp_size: int,
 ) -> None:
     """Log what the first rank says about the data at the start."""
+    log_origin(leaves, assets.chat.fingerprint)
+    warn_of_other_pixels(leaves, assets.pixel_ranges)
     if (line := limit_line(data)) is not None:
         logger.info(line)
     moving = [] if augmentation is None else augmentation.warnings
@@ -219,14 +225,14 @@ def _log_start(
         logger.warning(warning)
 
 
-def _turns_of(rank: RankReads, num_streams: int, num_batches: dict[int, int]) -> Turns:
+def _turns_of(rank: RankReads, num_streams: int, num_batches: dict[int, int]) -> StreamTurns:
     """Return the turns of a rank, after the batches that the streams have returned.
 
     Other ranks take batches of the same streams, if these cannot be divided evenly.
     """
     counted = streams_to_count(num_streams, rank.dp_rank, rank.dp_size)
     shared = () if num_streams % rank.dp_size == 0 else (rank.dp_rank, rank.dp_size)
-    return Turns({n: num_batches.get(n, 0) for n in counted}, *shared)
+    return StreamTurns({n: num_batches.get(n, 0) for n in counted}, *shared)
 
 
 def _most_tiles(data: DataConfig, assets: Assets) -> int:
@@ -244,7 +250,7 @@ def _most_bytes(data: DataConfig, assets: Assets) -> int:
 
 def _serve(
     streams: dict[int, Stream],
-    turns: Turns,
+    turns: StreamTurns,
     data: DataConfig,
     seed: int,
     buffer_bytes: int,

@@ -77,7 +77,7 @@ class StreamTurn(NamedTuple):
     batch_index: int
 
 
-class Turns:
+class StreamTurns:
     """The turns of one rank: every `num_ranks`-th of those of all ranks, which begin with number `rank`.
 
     The next turn is always that of the stream that has returned the fewest batches; the first if there are several.
@@ -91,9 +91,9 @@ class Turns:
         heapq.heapify(self._queue)
         self._rank, self._num_ranks = rank, num_ranks
 
-    def copy(self) -> Turns:
+    def copy(self) -> StreamTurns:
         """Return the same turns, from the next one."""
-        return Turns(self.num_batches, self._rank, self._num_ranks)
+        return StreamTurns(self.num_batches, self._rank, self._num_ranks)
 
     def __iter__(self) -> Self:
         return self

@@ -26,7 +26,12 @@ class Place(NamedTuple):
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the SplitMix64 output for each state. numpy's own generators may change with its version."""
     with np.errstate(over="ignore"):
-        z = values + GOLDEN
+        return finalized(values + GOLDEN)
+
+
+def finalized(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return SplitMix64's finalizer of each value: every bit depends on all bits."""
+    with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * FIRST
         z = (z ^ (z >> np.uint64(27))) * SECOND
         return z ^ (z >> np.uint64(31))

@@ -52,6 +52,12 @@ _LARGEST = {
     "linear_value_head_dim": 1 << 16,
     "linear_num_key_heads": 1 << 16,
     "linear_num_value_heads": 1 << 16,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "num_experts_per_tok": 1 << 16,
+    "decoder_sparse_step": 2_000,
+    "moe_intermediate_size": 1 << 24,
+    "shared_expert_intermediate_size": 1 << 24,
     "resampler_n_latents": 1 << 16,
     "resampler_depth": 2_000,
     "resampler_n_heads": 1 << 16,
@@ -174,7 +180,7 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
     return ModelDims(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        ffn_hidden_size=text.intermediate_size,
+        ffn_hidden_size=language_family(text).ffn_size(text),
         num_attention_heads=text.num_attention_heads,
         num_query_groups=text.num_key_value_heads,
         vocab_size=text.vocab_size,
@@ -188,4 +194,5 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
         keeps_class_token=tower.has_class_token(vision) and not features.drop_first_token,
         projection_ffn_hidden_size=architecture_of(hf).connector(hf).config_from_hf(hf)["ffn_hidden_size"],
         **language_family(text).delta_dims(text),
+        **language_family(text).expert_dims(text),
     )

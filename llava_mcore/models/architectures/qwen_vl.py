@@ -18,9 +18,15 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5Model,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeModel,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLMoeModel,
 )
 
 from llava_mcore.errors import ConversionError
@@ -31,7 +37,14 @@ from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.patch_merger import MergerNames, PatchMerger
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.patch_plan import PatchPlan, TimedPlan, TimestampPlan
-from llava_mcore.models.vision.qwen import Qwen2VlTower, Qwen3VlTower, Qwen25VlTower, Qwen35Tower
+from llava_mcore.models.vision.qwen import (
+    Qwen2VlTower,
+    Qwen3VlMoeTower,
+    Qwen3VlTower,
+    Qwen25VlTower,
+    Qwen35MoeTower,
+    Qwen35Tower,
+)
 from llava_mcore.models.vision.registry import qwen_tower
 from llava_mcore.weights.names import HfNames, KnownNames
 
@@ -153,6 +166,17 @@ class Qwen3Vl(Qwen2Vl):
         return len(hf.vision_config.deepstack_visual_indexes)
 
 
+class Qwen3VlMoe(Qwen3Vl):
+    """Qwen3VLMoeForConditionalGeneration."""
+
+    config_class = Qwen3VLMoeConfig
+    model_class = Qwen3VLMoeForConditionalGeneration
+    fields: ClassVar[Fields] = Qwen3VlMoeTower.fields
+    towers = Qwen3VlMoeTower.model_types
+    texts = ("qwen3_vl_moe_text",)
+    whole_model: ClassVar[type[PreTrainedModel]] = Qwen3VLMoeModel
+
+
 class Qwen35(Qwen2Vl):
     """Qwen3_5ForConditionalGeneration."""
 
@@ -168,3 +192,14 @@ class Qwen35(Qwen2Vl):
     def connector(self, hf: PretrainedConfig) -> Connector:
         """Return the merger."""
         return PatchMerger(_NEW_MERGER, "LayerNorm", out_size_key="out_hidden_size")
+
+
+class Qwen35Moe(Qwen35):
+    """Qwen3_5MoeForConditionalGeneration."""
+
+    config_class = Qwen3_5MoeConfig
+    model_class = Qwen3_5MoeForConditionalGeneration
+    fields: ClassVar[Fields] = Qwen35MoeTower.fields
+    towers = Qwen35MoeTower.model_types
+    texts = ("qwen3_5_moe_text",)
+    whole_model: ClassVar[type[PreTrainedModel]] = Qwen3_5MoeModel

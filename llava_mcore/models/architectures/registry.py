@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from transformers import PretrainedConfig
 
-from llava_mcore.config.model_classes import MODEL_CLASSES
+from llava_mcore.config.model_classes import MODEL_CLASSES, instance
 from llava_mcore.models.architectures.base import Architecture, TileArchitecture
 
-
-def _architecture(path: str) -> Architecture:
-    """Return the architecture of a row. `path`: its file in this folder, and its class."""
-    file, _, name = path.partition(".")
-    architecture: Architecture = getattr(import_module(f"{__package__}.{file}"), name)()
-    return architecture
-
-
-ARCHITECTURES = {model_type: _architecture(row.architecture) for model_type, row in MODEL_CLASSES.items()}
+ARCHITECTURES: dict[str, Architecture] = {
+    model_type: instance("llava_mcore.models.architectures", row.architecture)
+    for model_type, row in MODEL_CLASSES.items()
+}
 """By model_type."""
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.vision_module.vision_module import VisionModule
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -25,13 +24,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIXEL_VALUES
-from llava_mcore.models.attention import SDPAttention
-from llava_mcore.models.vision.encoder_layers import te_layer_spec, use_fewer_kernels
+from llava_mcore.models.vision.encoder_layers import encoder_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.patches import packed_bounds
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.batch import Items, MediaLengths
 from llava_mcore.weights.layouts import FuseQKV
-from llava_mcore.weights.names import FUSED_NORMS, LayerNames
+from llava_mcore.weights.names import LayerNames
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,8 @@ class KeylessBiasAttention(SelfAttention):
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
-    if config.transformer_impl == "transformer_engine":
-        spec = te_layer_spec()
-    else:
-        spec = get_vit_layer_with_local_spec()
-        layer = spec.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm
-        layer.self_attention.submodules.core_attention = SDPAttention
-        layer.sharded_state_dict_keys_map = FUSED_NORMS
+    """Return the encoder layer, whose keys have no bias."""
+    spec = encoder_layer_spec(config)
     spec.submodules.self_attention.module = KeylessBiasAttention
     return spec
 

@@ -77,6 +77,16 @@ def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tenso
 
 
 @triton.jit
+def _joined(to_query: tl.tensor, to_key: tl.tensor, to_value: tl.tensor, masks: tl.tuple) -> tl.tensor:
+    """Load each row from where its head is: the masks of the three exclude each other."""
+    of_query, of_key, of_value = masks
+    values = tl.load(to_query, mask=of_query, other=0.0).to(tl.float32)
+    values += tl.load(to_key, mask=of_key, other=0.0).to(tl.float32)
+    values += tl.load(to_value, mask=of_value, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
 def _move(
     mixed: tl.tensor, to_query: tl.tensor, to_key: tl.tensor, to_value: tl.tensor, masks: tl.tuple, JOINS: tl.constexpr
 ) -> None:
@@ -84,10 +94,7 @@ def _move(
     of_query, of_key, of_value = masks
     of_any = of_query | of_key | of_value
     if JOINS:
-        values = tl.load(to_query, mask=of_query, other=0.0)
-        values += tl.load(to_key, mask=of_key, other=0.0)
-        values += tl.load(to_value, mask=of_value, other=0.0)
-        tl.store(mixed, values, mask=of_any)
+        tl.store(mixed, _joined(to_query, to_key, to_value, masks), mask=of_any)
     else:
         values = tl.load(mixed, mask=of_any, other=0.0)
         tl.store(to_query, values, mask=of_query)
@@ -133,12 +140,9 @@ def _split_rotated(
     # Rotated halves: joined for the gradient, where the rotation is the inverse, else split.
     first, second = half[None, :], HALF + half[None, :]
     if JOINS:
-        a = tl.load(to_query + first, mask=of_query, other=0.0).to(tl.float32)
-        a += tl.load(to_key + first, mask=of_key, other=0.0).to(tl.float32)
-        a += tl.load(to_value + first, mask=of_value, other=0.0).to(tl.float32)
-        b = tl.load(to_query + second, mask=of_query, other=0.0).to(tl.float32)
-        b += tl.load(to_key + second, mask=of_key, other=0.0).to(tl.float32)
-        b += tl.load(to_value + second, mask=of_value, other=0.0).to(tl.float32)
+        heads = of_query, of_key, of_value
+        a = _joined(to_query + first, to_key + first, to_value + first, heads)
+        b = _joined(to_query + second, to_key + second, to_value + second, heads)
         tl.store(rows_at + first, a * cos + b * sin, mask=exists[:, None] & in_half)
         tl.store(rows_at + second, b * cos - a * sin, mask=exists[:, None] & in_half)
     else:

@@ -6,26 +6,14 @@ GPTModel is only built here (megatron-core has announced its successor).
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -33,15 +21,13 @@ from llava_mcore.compat.megatron_layers import change_class, set_frequencies, se
 from llava_mcore.config.rules.parallel import check_deepstack
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.activations import StatelessActivation
-from llava_mcore.models.attention import SDPAttention, sees_window
-from llava_mcore.models.language.delta_net import DeltaNet, delta_layer
-from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
+from llava_mcore.models.attention import sees_window
+from llava_mcore.models.language.block import block_spec
+from llava_mcore.models.language.delta_net import DeltaNet
 from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
-from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import TokenRopeSelfAttention
 from llava_mcore.parallel.named_sums import add_token_losses
-from llava_mcore.weights.names import FUSED_NORMS
 
 
 class TokenRope(nn.Module):
@@ -75,73 +61,6 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_model_parall
     """Return the number of embedding rows: a multiple of both `divisible_by` and the tensor-parallel size."""
     multiple = math.lcm(divisible_by, tensor_model_parallel_size)
     return -(-vocab_size // multiple) * multiple
-
-
-def block_spec(
-    config: TransformerConfig, shape: DecoderShape, vp_stage: int | None, *, plain_linears: bool = False
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of a stage's layers: Transformer Engine's, or torch's for a machine without it.
-
-    Args:
-        plain_linears: megatron-core's own linear layers, with norms before them, also among Transformer Engine's.
-    """
-    if config.transformer_impl == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
-        )
-        spec = _with_own_classes(with_plain_linears(spec) if plain_linears else spec, shape)
-        return spec if config.linear_attention_freq is None else _mixed_block(spec, config, vp_stage, norm=TENorm)
-    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    layer = spec.submodules
-    attention = layer.self_attention.submodules
-    attention.core_attention = partial(SDPAttention, softcap=shape.attention_softcap)
-    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
-    attention.q_layernorm = attention.k_layernorm = TorchNorm if config.qk_layernorm else IdentityOp
-    if shape.local_rope is not None:
-        layer.self_attention.module = TwoRopeSelfAttention
-    if shape.post_norms:
-        attention.linear_proj = NormedRowParallelLinear
-        layer.mlp = partial(
-            MLP.as_mlp_submodule,
-            submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=NormedRowParallelLinear),
-        )
-    spec = _with_own_classes(spec, shape)
-    return _mixed_block(spec, config, vp_stage, norm=TorchNorm)
-
-
-def _mixed_block(
-    spec: ModuleSpec, config: TransformerConfig, vp_stage: int | None, *, norm: Any
-) -> TransformerBlockSubmodules:
-    """Return the spec of a stage's layers: some have a delta net in place of their attention."""
-    num_layers = get_num_layers_to_build(config, vp_stage)
-    is_delta = config.linear_attention_freq
-    if is_delta is None:
-        return TransformerBlockSubmodules([spec] * num_layers, layer_norm=norm)
-    assert isinstance(is_delta, list), "the family's config has a number for each layer"
-    first = get_transformer_layer_offset(config, vp_stage)
-    other = delta_layer(spec)
-    layers = [other if x else spec for x in is_delta[first : first + num_layers]]
-    return TransformerBlockSubmodules(layers, layer_norm=norm)
-
-
-def with_plain_linears(spec: ModuleSpec) -> ModuleSpec:
-    """Return Transformer Engine's layer with its norms and attention, but megatron-core's own linear layers."""
-    layer = spec.submodules
-    attention, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
-    layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
-    attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
-    mlp.linear_fc1, mlp.linear_fc2 = ColumnParallelLinear, RowParallelLinear
-    layer.sharded_state_dict_keys_map = FUSED_NORMS
-    return spec
-
-
-def _with_own_classes(spec: ModuleSpec, shape: DecoderShape) -> ModuleSpec:
-    """Use our attention class, and `DeepstackLayer` if vision features are also added in later layers."""
-    if shape.local_rope is None:
-        spec.submodules.self_attention.module = TokenRopeSelfAttention
-    if shape.deepstack:
-        spec.module = DeepstackLayer
-    return spec
 
 
 class LanguageModel(GPTModel):
@@ -180,8 +99,8 @@ class LanguageModel(GPTModel):
         if post_process:  # GPTModel has no option for this layer's class
             change_class(self.output_layer, OutputLayer)
         if config.use_te_activation_func:
-            for layer in self.decoder.layers:
-                layer.mlp.activation_func = StatelessActivation(layer.mlp.activation_func)
+            for mlp in (layer.mlp for layer in self.decoder.layers if not layer.is_moe_layer):
+                mlp.activation_func = StatelessActivation(mlp.activation_func)
         # Hugging Face's frequencies: by position ids, or by indices if layers with a window have others.
         self.shape = shape
         if shape.local_rope is None:

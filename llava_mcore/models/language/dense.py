@@ -22,11 +22,14 @@ def head_dim(hf: PretrainedConfig) -> int:
     return explicit or hf.hidden_size // hf.num_attention_heads
 
 
-def transformer_fields(hf: PretrainedConfig, *, activation_key: str = "hidden_act") -> dict[str, Any]:
+def transformer_fields(
+    hf: PretrainedConfig, *, activation_key: str = "hidden_act", width_key: str = "intermediate_size"
+) -> dict[str, Any]:
     """Return megatron-core TransformerConfig fields of an HF text config.
 
     Args:
         activation_key: the family's config key of the activation.
+        width_key: that of the width inside an MLP.
 
     Raises:
         ConversionError: an unknown activation, or biases this decoder does not have.
@@ -42,7 +45,7 @@ def transformer_fields(hf: PretrainedConfig, *, activation_key: str = "hidden_ac
     return {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.intermediate_size,
+        "ffn_hidden_size": values[width_key],
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
         "kv_channels": head_dim(hf),

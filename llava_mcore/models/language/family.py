@@ -26,6 +26,18 @@ class LanguageFamily(ABC):
         """Return the fields of ModelDims about gated delta nets; empty if there are none."""
         return {}
 
+    def ffn_size(self, hf: PretrainedConfig) -> int:
+        """Return the width inside an MLP, 0 if all layers have mixtures of experts."""
+        return int(hf.intermediate_size)
+
+    def expert_dims(self, hf: PretrainedConfig) -> dict[str, int]:
+        """Return the fields of ModelDims about mixtures of experts; empty if there are none."""
+        return {}
+
+    def inactive_weights(self, hf: PretrainedConfig) -> int:
+        """Return the number of weights in all layers that one token does not use: those of experts not chosen."""
+        return 0
+
     @abstractmethod
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields. Raises ConversionError for unsupported settings."""
@@ -39,7 +51,8 @@ class LanguageFamily(ABC):
         """Return the entries of all layers."""
 
     def layer_weights(self, hf: PretrainedConfig) -> int:
-        """Return the number of weights in the matrices of all layers: queries, keys, values, output, gated MLP."""
+        """Return the number of weights that a token meets in the matrices of all layers: queries, keys, values, output,
+        gated MLP."""
         heads, groups = hf.num_attention_heads, hf.num_key_value_heads
         attention = hf.hidden_size * head_dim(hf) * (2 * heads + 2 * groups)
         return int(hf.num_hidden_layers * (attention + 3 * hf.hidden_size * hf.intermediate_size))

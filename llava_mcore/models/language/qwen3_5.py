@@ -6,8 +6,9 @@ time, height and width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
@@ -39,6 +40,9 @@ class Qwen35Text(LanguageFamily):
 
     model_types = ("qwen3_5_text",)
     part_of_a_class = True
+    width_key: ClassVar[str] = "intermediate_size"
+    """Config key of the width inside an MLP."""
+    rotary: ClassVar[type[nn.Module]] = Qwen3_5TextRotaryEmbedding
 
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields.
@@ -61,7 +65,8 @@ class Qwen35Text(LanguageFamily):
                 f"text_config.linear_num_value_heads = {hf.linear_num_value_heads} is not a multiple of "
                 f"linear_num_key_heads = {hf.linear_num_key_heads}"
             )
-        return transformer_fields(hf) | {
+        # Attention has gates; the other layers are delta nets.
+        return transformer_fields(hf, width_key=self.width_key) | {
             "qk_layernorm": True,
             "layernorm_zero_centered_gamma": True,
             "attention_output_gate": True,
@@ -87,15 +92,19 @@ class Qwen35Text(LanguageFamily):
 
     def shape(self, hf: PretrainedConfig) -> DecoderShape:
         """Return what TransformerConfig does not say."""
-        return DecoderShape(mrope_from_hf(hf, Qwen3_5TextRotaryEmbedding))
+        return DecoderShape(mrope_from_hf(hf, self.rotary))
 
     def layer_weights(self, hf: PretrainedConfig) -> int:
-        """Return the number of weights in the matrices of all layers."""
+        """Return the number of weights that a token meets in the matrices of all layers."""
         h, num_delta = hf.hidden_size, sum(kind == DELTA for kind in hf.layer_types)
         attention = h * head_dim(hf) * (3 * hf.num_attention_heads + 2 * hf.num_key_value_heads)  # the gate's too
         delta = h * (2 * key_rows(hf) + 3 * value_rows(hf) + 2 * hf.linear_num_value_heads)
-        mlps = hf.num_hidden_layers * 3 * h * hf.intermediate_size
+        mlps = hf.num_hidden_layers * self.mlp_weights(hf)
         return int((hf.num_hidden_layers - num_delta) * attention + num_delta * delta + mlps)
+
+    def mlp_weights(self, hf: PretrainedConfig) -> int:
+        """Return the number of weights that a token meets in a layer's MLP."""
+        return int(3 * hf.hidden_size * hf.intermediate_size)
 
     def attention_products(self, hf: PretrainedConfig, *, num_tokens: int, num_pairs: int) -> int:
         """Return the FLOPs of the products of two activations: a delta net reads its state twice and writes it once."""
@@ -107,12 +116,16 @@ class Qwen35Text(LanguageFamily):
     def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
         """Return the entries of all layers."""
         layers = {kind: [i for i, x in enumerate(hf.layer_types) if x == kind] for kind in (DELTA, ATTENTION)}
-        both = [*norm_entries(names), *mlp_entries(names)]
+        both = [*norm_entries(names), *self.mlp_entries(hf, names)]
         return [
             *(x for entry in both for x in entry.expand(layer=range(hf.num_hidden_layers))),
             *(x for entry in _attention_entries(hf, names) for x in entry.expand(layer=layers[ATTENTION])),
             *(x for entry in _delta_entries(hf, names) for x in entry.expand(layer=layers[DELTA])),
         ]
+
+    def mlp_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
+        """Return templates of what each layer has after its attention or delta net."""
+        return mlp_entries(names)
 
 
 def _attention_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:

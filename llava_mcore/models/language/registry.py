@@ -12,11 +12,13 @@ from llava_mcore.models.language.phi3 import Phi3
 from llava_mcore.models.language.qwen2 import Qwen2
 from llava_mcore.models.language.qwen3 import Qwen3
 from llava_mcore.models.language.qwen3_5 import Qwen35Text
+from llava_mcore.models.language.qwen3_5_moe import Qwen35MoeText
+from llava_mcore.models.language.qwen3_moe import Qwen3Moe, Qwen3VlMoeText
 from llava_mcore.models.language.qwen_vl import Qwen2VlText, Qwen3VlText, Qwen25VlText
 
 _FAMILIES: tuple[LanguageFamily, ...] = (
-    *(Gemma2(), Gemma3(), Llama(), Phi3(), Qwen2(), Qwen3()),
-    *(Qwen2VlText(), Qwen25VlText(), Qwen3VlText(), Qwen35Text()),
+    *(Gemma2(), Gemma3(), Llama(), Phi3(), Qwen2(), Qwen3(), Qwen3Moe()),
+    *(Qwen2VlText(), Qwen25VlText(), Qwen3VlText(), Qwen3VlMoeText(), Qwen35Text(), Qwen35MoeText()),
 )
 LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
+from megatron.core.models.vision.vit_layer_specs import (
+    get_vit_layer_with_local_spec,
+    get_vit_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -17,9 +22,10 @@ from llava_mcore.compat.megatron_layers import split_gradients_without_copy
 from llava_mcore.compat.required import replace_name
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import StatelessActivation, activation, quick_gelu
+from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.vision.geometry import num_patches
 from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, Reshape, TensorTransform
-from llava_mcore.weights.names import LayerNames
+from llava_mcore.weights.names import FUSED_NORMS, LayerNames
 from llava_mcore.weights.table import COLUMN, GATED_COLUMN, REPLICATED, ROW, Entry
 
 WEIGHT_BIAS = ("weight", "bias")
@@ -162,7 +168,19 @@ def unused_norm(name: str) -> dict[str, str]:
     return {f"{name}.{wb}": "norm after the last vision layer" for wb in WEIGHT_BIAS}
 
 
-def te_layer_spec() -> ModuleSpec:
+def encoder_layer_spec(config: TransformerConfig, norm: type[nn.Module] = WrappedTorchNorm) -> ModuleSpec:
+    """Return the encoder layer: Transformer Engine's, or torch's with this norm for a machine without it."""
+    if config.transformer_impl == "transformer_engine":
+        return _te_layer_spec()
+    spec = get_vit_layer_with_local_spec()
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    layer.self_attention.submodules.core_attention = SDPAttention
+    layer.sharded_state_dict_keys_map = FUSED_NORMS
+    return spec
+
+
+def _te_layer_spec() -> ModuleSpec:
     """Return the encoder layer whose products add their biases and sum up the gradients of these.
 
     That is Transformer Engine's layer with fewer kernels than megatron-core's specification starts. A tower's tensors

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.vision_module.vision_module import VisionModule
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -34,14 +33,14 @@ from llava_mcore.media.batch_fields import (
     WINDOW_ORDER,
     WINDOW_SEQLENS,
 )
-from llava_mcore.models.attention import ManyShortAttention, SDPAttention
+from llava_mcore.models.attention import ManyShortAttention
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
-from llava_mcore.models.vision.encoder_layers import clear_padding, te_layer_spec, use_fewer_kernels
+from llava_mcore.models.vision.encoder_layers import clear_padding, encoder_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.batch import Items, MediaLengths
-from llava_mcore.weights.names import FUSED_NORMS, LayerNames
+from llava_mcore.weights.names import LayerNames
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,8 @@ class PatchLayer(TransformerLayer):
 
 
 def layer_spec(config: TransformerConfig, shape: PatchShape) -> ModuleSpec:
-    """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
-    if config.transformer_impl == "transformer_engine":
-        spec = te_layer_spec()
-    else:
-        spec = get_vit_layer_with_local_spec()
-        layer = spec.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
-        layer.self_attention.submodules.core_attention = SDPAttention
-        layer.sharded_state_dict_keys_map = FUSED_NORMS
+    """Return the encoder layer, with rotary positions and windows."""
+    spec = encoder_layer_spec(config, TorchNorm)
     spec.module, spec.params = PatchLayer, {"full_attention": shape.full_attention}
     spec.submodules.self_attention.module = PatchRopeSelfAttention
     return spec

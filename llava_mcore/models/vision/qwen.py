@@ -15,7 +15,9 @@ from transformers import PretrainedConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionRotaryEmbedding
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionRotaryEmbedding
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionRotaryEmbedding
 from transformers.vision_utils import (
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
@@ -244,8 +246,22 @@ class Qwen3VlTower(QwenTower):
         return [positions, *super().weight_entries(hf, megatron=megatron, prefix=prefix, num_layers=num_layers)]
 
 
+class Qwen3VlMoeTower(Qwen3VlTower):
+    """That of Qwen3-VL with experts, which are in the language model alone."""
+
+    model_types = ("qwen3_vl_moe_vision", "qwen3_vl_moe")
+    rotary = Qwen3VLMoeVisionRotaryEmbedding
+
+
 class Qwen35Tower(Qwen3VlTower):
     """Qwen3.5's: that of Qwen3-VL without features of inner layers."""
 
     model_types = ("qwen3_5_vision", "qwen3_5")
     rotary = Qwen3_5VisionRotaryEmbedding
+
+
+class Qwen35MoeTower(Qwen35Tower):
+    """That of Qwen3.5 with experts, which are in the language model alone."""
+
+    model_types = ("qwen3_5_moe_vision", "qwen3_5_moe")
+    rotary = Qwen3_5MoeVisionRotaryEmbedding

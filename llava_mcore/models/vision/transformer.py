@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.vision_module.vision_module import VisionModule
-from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -23,13 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.media.batch_fields import PIXEL_VALUES
-from llava_mcore.models.attention import SDPAttention
-from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, te_layer_spec, use_fewer_kernels, without_bias
+from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, encoder_layer_spec, use_fewer_kernels, without_bias
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.normed_heads import NormedHeadsAttention
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.batch import Items, MediaLengths
-from llava_mcore.weights.names import FUSED_NORMS, LayerNames
+from llava_mcore.weights.names import LayerNames
 
 # Names in checkpoints: those of the InternViT in Megatron-LM's examples.
 LAYER_SCALE_NAMES = {"self_attn_bda.scale": "ls1", "mlp_bda.scale": "ls2"}
@@ -86,8 +84,8 @@ class VisionShape:
 
 
 def layer_spec(config: TransformerConfig, shape: VisionShape) -> ModuleSpec:
-    """Return the encoder layer: Transformer Engine's, or torch's for a machine without it."""
-    spec = _layer_spec(config)
+    """Return the encoder layer, with what this tower omits or adds."""
+    spec = encoder_layer_spec(config)
     attention = spec.submodules.self_attention
     if not shape.qkv_bias:
         attention.submodules.linear_qkv = without_bias(attention.submodules.linear_qkv)
@@ -98,17 +96,6 @@ def layer_spec(config: TransformerConfig, shape: VisionShape) -> ModuleSpec:
         layer = spec.submodules
         layer.self_attn_bda, layer.mlp_bda = (ModuleSpec(module=LayerScale, params=scale) for _ in range(2))
         layer.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map | LAYER_SCALE_NAMES
-    return spec
-
-
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    if config.transformer_impl == "transformer_engine":
-        return te_layer_spec()
-    spec = get_vit_layer_with_local_spec()
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm
-    layer.self_attention.submodules.core_attention = SDPAttention
-    layer.sharded_state_dict_keys_map = FUSED_NORMS
     return spec
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.errors import DataError
-from llava_mcore.files.near_match import near_hint
+from llava_mcore.files.near_match import require_exists
 from llava_mcore.files.regular import kind_of
 from llava_mcore.prepare.formats import Format
 from llava_mcore.prepare.record_layouts import Keys
@@ -56,8 +56,7 @@ def find_files(path: Path, how: Opening) -> list[SourceFile]:
 
     Raises DataError if there are none, they have several formats, or not the requested one.
     """
-    if not path.exists():
-        raise DataError(f"{path} does not exist{near_hint(path)}")
+    require_exists(path)
     files = _files_of_folder(path, how) if path.is_dir() else [_open_file(path, path.parent, how)]
     wrong = [file.name for file in files if not _fits(file, how.format)]
     if wrong:

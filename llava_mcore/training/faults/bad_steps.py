@@ -22,6 +22,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import TrainingError, problems
 from llava_mcore.log import warn_on_failure
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.plan.forecast import Forecast
 from llava_mcore.training.fetch import LoadedBatch, ReadStep
 from llava_mcore.training.step import StepResult
 
@@ -111,14 +112,19 @@ def save_batches(path: Path, iteration: int, batches: Sequence[LoadedBatch]) -> 
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(run: RunConfig, groups: Groups, iteration: int) -> Iterator[None]:
-    """Turn a GPU's out-of-memory error into a TrainingError that says which settings reduce memory."""
+def explain_out_of_memory(
+    run: RunConfig, groups: Groups, iteration: int, forecast: Forecast | None = None
+) -> Iterator[None]:
+    """Turn a GPU's out-of-memory error into a TrainingError that says which settings reduce memory, and what was
+    predicted."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         used = torch.cuda.max_memory_reserved() / 2**30
         title = f"rank {groups.rank}: out of GPU memory in iteration {iteration}, at {used:.1f} GiB; to reduce memory:"
         advice = [f"  - {line}" for line in _memory_advice(run, groups, str(error))]
+        if forecast is not None:
+            advice.append(f"  {forecast.out_of_memory(groups.pp_rank)}")
         raise TrainingError("\n".join([title, *advice, str(error)])) from error
 
 

@@ -17,7 +17,7 @@ FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 ANSWERS_FILE = "answers.jsonl"
 
-DEVICE_SUMS: list[str] = []
+DEVICE_SUMS: list[str] = ["load_balancing", "router_z"]
 """Names of the sums that the model adds up in its forward pass (`add_sum` and `with_loss` in parallel/named_sums.py).
 Those of `LOSS_TERMS` in training/loss_terms.py are known without being here."""
 

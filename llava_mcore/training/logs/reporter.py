@@ -18,6 +18,8 @@ from llava_mcore.models.trainable import PARTS
 from llava_mcore.training.answers.result import AnswersResult, write_answers
 from llava_mcore.training.faults.bad_steps import SpikeAlert
 from llava_mcore.training.fetch import StepCounts
+from llava_mcore.training.logs.expert_loads import StarvedExperts
+from llava_mcore.training.logs.forecast import BesideForecast, forecast_of
 from llava_mcore.training.logs.metrics_file import (
     ANSWERS_FILE,
     VALIDATION_FILE,
@@ -70,8 +72,11 @@ class Reporter:
         self.problem: str | None = None
         """Why metrics could not be written. The loop ends the run on all ranks then."""
         self.is_first = True
+        self.forecast = forecast_of(trainer)
+        self.beside = None if self.forecast is None else BesideForecast(self.forecast, groups.pp_rank)
         self.pace = Pace(run.training, is_packed=run.data.packing)
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
+        self.starved = StarvedExperts()
         self.spikes: SpikeAlert | None = None
         if run.faults.alert_spike and self.file is not None:
             self.spikes = SpikeAlert(run.faults.spike_thr, self.file.values)
@@ -119,9 +124,13 @@ class Reporter:
         if progress.iteration % run.logging.log_interval == 0:
             total, rest = self.pace.total(progress), self.pace.rest(progress)
             logger.info(metrics.line(total, self.trainer.groups.world_size, rest))
+        if self.beside is not None and metrics.memory_gib is not None:
+            self.beside.step(seconds, metrics.memory_gib)
         spike = self.spikes.check(progress.iteration, result.loss) if self.spikes is not None and result else None
-        if spike is not None:
-            logger.warning(spike)
+        starved = None if result is None else self.starved.check(progress.iteration, result.loads)
+        for warning in (spike, starved):
+            if warning is not None:
+                logger.warning(warning)
 
     def validation(self, result: ValidationResult) -> None:
         """Report one validation, in its own file."""

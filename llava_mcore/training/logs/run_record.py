@@ -42,6 +42,8 @@ def run_record(run: RunConfig, groups: Groups, counters: dict[str, int]) -> dict
             "tensor_model_parallel_size": groups.tp_size,
             "pipeline_model_parallel_size": groups.pp_size,
             "data_parallel_size": groups.dp_size,
+            "expert_model_parallel_size": groups.ep_size,
+            "expert_tensor_parallel_size": groups.etp_size,
             "world_size": groups.world_size,
         },
         RANDOM_STATES: OF_EVERY_RANK,

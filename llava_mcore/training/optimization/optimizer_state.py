@@ -13,14 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
-    ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     MegatronOptimizer,
 )
@@ -34,12 +32,20 @@ from llava_mcore.compat.megatron_optimizer import (
     weights_and_moments,
 )
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.optimization.common_state import (
+    CLASSES,
+    allocate_state,
+    chained,
+    common_state,
+    count_in_empty_groups,
+    distributed_optimizers,
+    load_common_state,
+    num_updates,
+)
 from llava_mcore.training.optimization.optimizers import kind_of
 from llava_mcore.weights.slices import slices_of_range
 
 PARAM_STATE = "param_state"
-CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")
-"""In the parameter groups of an optimizer on the host. A machine without Transformer Engine could not read them."""
 SHARDING = {"param_state_sharding_type": "fully_reshardable"}  # what megatron-core reads these files as
 
 
@@ -54,51 +60,67 @@ def optimizer_state(
     """
     model = each_layer_apart(model) if by_layer else model
     _make_moments(optimizer)
-    num_updates = _num_updates(optimizer, groups)
-    distributed = _distributed(optimizer)
-    if distributed is None:
-        return _plain_state(optimizer, model, num_updates)
+    updates = num_updates(optimizer, groups)
+    distributed = distributed_optimizers(optimizer)
+    if not distributed:
+        return _plain_state(optimizer, model, updates)
     if is_loading:
-        distributed.load_state_dict(_common_state(distributed, num_updates))  # allocates what will be loaded
+        for one in distributed:
+            allocate_state(one, updates)
     sharded_tensors = nested_values(extract_sharded_tensors_and_factories(model)[0])
     sharded_by_tensor = {sharded.data: sharded for sharded in sharded_tensors}
     parts = {}
-    for index, (param, start, stop) in enumerate(own_ranges(distributed)):
-        tensors = {} if is_loading else _own_tensors(distributed, param)
+    for index, (one, param, start, stop) in enumerate(_all_ranges(distributed)):
+        tensors = {} if is_loading else _own_tensors(one, param)
         parts[index] = {
             name: _slices(f"optimizer.state.{name}", sharded_by_tensor[param], start, stop, tensors.get(name))
-            for name in _names(distributed)
+            for name in _names(one)
         }
-    common = _without_classes(_common_state(distributed, num_updates))
+    common = common_state(distributed, updates)
     return common | SHARDING | ({PARAM_STATE: parts} if parts else {})
+
+
+def _all_ranges(
+    optimizers: Sequence[DistributedOptimizer],
+) -> Iterator[tuple[DistributedOptimizer, torch.nn.Parameter, int, int]]:
+    """Yield this rank's part of every parameter, with its start and end, and the optimizer that it belongs to."""
+    for one in optimizers:
+        for param, start, stop in own_ranges(one):
+            yield one, param, start, stop
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     """Load what was read into `optimizer_state` into the optimizer."""
-    distributed = _distributed(optimizer)
-    if distributed is None:
-        for one in _chained(optimizer):
+    distributed = distributed_optimizers(optimizer)
+    if not distributed:
+        for one in chained(optimizer):
             if isinstance(one, Float16OptimizerWithFloat16Params):
                 _restore_empty_groups(one, loaded)
         loaded.get("optimizer", loaded).setdefault("state", {})  # this too
         optimizer.load_state_dict(loaded)
         return
-    if isinstance(distributed.optimizer, HybridDeviceOptimizer):
-        for group in loaded["optimizer"]["param_groups"]:
-            group.setdefault("step", 0)  # otherwise the update that allocated its state would count
-            group |= {key: distributed.optimizer.defaults[key] for key in CLASSES}
-    distributed.load_state_dict({name: value for name, value in loaded.items() if name != PARAM_STATE})
+    # A distributed optimizer: what all ranks have, then the slices of weights and moments.
+    common = {name: value for name, value in loaded.items() if name != PARAM_STATE}
+    for one in distributed:
+        if isinstance(one.optimizer, HybridDeviceOptimizer):
+            for group in common["optimizer"]["param_groups"]:
+                group.setdefault("step", 0)  # otherwise the update that allocated its state would count
+                group |= {key: one.optimizer.defaults[key] for key in CLASSES}
+        load_common_state(one, common)
     with torch.no_grad():
-        for index, (param, _, _) in enumerate(own_ranges(distributed)):
+        for index, (one, param, _, _) in enumerate(_all_ranges(distributed)):
             slices = loaded[PARAM_STATE][index]
             tensors = {name: _joined(slices[name]) for name in slices}
-            set_weights_and_moments(distributed, param, tensors)
-    inner = distributed.optimizer
-    if isinstance(inner, HybridDeviceOptimizer):
-        hand_state_to_parts(inner)
-        for group in inner.param_groups:
-            group.pop("step", None)  # otherwise every update would reset the count of its part on the GPU to this one
-        _undo_update_of_weights(distributed)
+            set_weights_and_moments(one, param, tensors)
+    for one in distributed:
+        inner = one.optimizer
+        if isinstance(inner, HybridDeviceOptimizer):
+            hand_state_to_parts(inner)
+            for group in inner.param_groups:
+                group.pop(
+                    "step", None
+                )  # otherwise every update would reset the count of its part on the GPU to this one
+            _undo_update_of_weights(one)
 
 
 def _undo_update_of_weights(distributed: DistributedOptimizer) -> None:
@@ -122,79 +144,24 @@ def _restore_empty_groups(optimizer: Float16OptimizerWithFloat16Params, loaded: 
     loaded["fp32_from_fp16_params"] = [next(saved) if group else [] for group in groups]
 
 
-def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
-    """Return the distributed optimizer; None for other optimizers or if this rank has nothing to train."""
-    chained = _chained(optimizer)
-    if not any(isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer for one in chained):
-        return None
-    assert len(chained) == 1, "megatron-core chains optimizers for mixtures of experts, Muon and the like"
-    return chained[0]
-
-
-def _num_updates(optimizer: MegatronOptimizer, groups: Groups) -> int:
-    """Return the number of updates, from the ranks that train something; -1 if none does. A collective call.
-
-    torch's AdamW counts per parameter, Transformer Engine's per non-empty parameter group.
-    """
-    inner = [one.optimizer for one in _chained(optimizer) if one.optimizer is not None]
-    counts = [state["step"] for one in inner for state in one.state.values() if "step" in state]
-    if not counts:
-        own_groups = [group for one in inner for group in one.param_groups if group["params"]]
-        counts = [group["step"] for group in own_groups if "step" in group]
-    latest = torch.tensor(max(map(int, counts), default=-1))
-    dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=groups.control)
-    return int(latest)
-
-
-def _count_in_empty_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], num_updates: int) -> None:
-    """Set the step of groups of which this rank trains nothing: other ranks load what rank 0 has saved."""
-    for group, trained in zip(saved, groups, strict=True):
-        if not trained["params"] and num_updates >= 0:
-            group["step"] = num_updates
-
-
-def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, num_updates: int) -> ShardedStateDict:
+def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, updates: int) -> ShardedStateDict:
     """Return the state of an optimizer that is not distributed."""
     # is_loading: creates missing moments, which a save before the first update needs as well, where megatron-core can.
-    creates_state = all(one.init_state_fn is not None for one in _chained(optimizer))
+    creates_state = all(one.init_state_fn is not None for one in chained(optimizer))
     state = optimizer.sharded_state_dict(model, is_loading=creates_state)
     weights = [group for group in state.pop("fp32_from_fp16_params", []) if group]
     if weights:  # empty lists, of groups without parameters on this rank, would not fit those of other ranks
         state["fp32_from_fp16_params"] = weights
     saved = state.get("optimizer", state)
-    for one in _chained(optimizer):
+    for one in chained(optimizer):
         kind = kind_of(one.optimizer)
         if kind is not None and kind.counts_updates:
-            saved["state"]["common_step"] = torch.tensor(float(max(0, num_updates)))
+            saved["state"]["common_step"] = torch.tensor(float(max(0, updates)))
         elif one.optimizer is not None:
-            _count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, num_updates)
+            count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, updates)
     if not saved["state"]:  # nothing is trained here: an empty dictionary would not fit those of other ranks
         del saved["state"]
     return state
-
-
-def _common_state(distributed: DistributedOptimizer, num_updates: int) -> dict[str, Any]:
-    """Return a distributed optimizer's state other than that of parameters, even on a rank without parameters."""
-    inner = distributed.optimizer
-    is_empty = kind_of(inner) is not None and not inner.state
-    if is_empty:  # megatron-core reads the step from there
-        inner.state[""] = {"step": torch.tensor(float(max(0, num_updates)))}
-    state: dict[str, Any] = distributed.state_dict()
-    if is_empty:
-        del inner.state[""]
-    _count_in_empty_groups(state["optimizer"]["param_groups"], inner.param_groups, num_updates)
-    return state
-
-
-def _without_classes(common: dict[str, Any]) -> dict[str, Any]:
-    groups = [
-        {key: x for key, x in group.items() if key not in CLASSES} for group in common["optimizer"]["param_groups"]
-    ]
-    return common | {"optimizer": common["optimizer"] | {"param_groups": groups}}
 
 
 def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
@@ -204,7 +171,7 @@ def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
 def _make_moments(optimizer: MegatronOptimizer) -> None:
     """Create the moments of optimizers that have none before their first update: megatron-core asks for
     them."""
-    for inner in (one.optimizer for one in _chained(optimizer)):
+    for inner in (one.optimizer for one in chained(optimizer)):
         kind = kind_of(inner)
         if kind is None:
             continue

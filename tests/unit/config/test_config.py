@@ -84,6 +84,8 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--save-interval 7", "checkpoint.save_interval", 7),
     ("--sequence-parallel", "parallel.sequence_parallel", True),
     ("--vision-data-parallel", "parallel.vision_data_parallel", True),
+    ("--ep 2", "parallel.expert_model_parallel_size", 2),
+    ("--etp 2", "parallel.expert_tensor_parallel_size", 2),
     ("--recompute full", "model.recompute", "full"),
     ("--save-optim", "checkpoint.save_optim", True),
     ("--load-optim", "checkpoint.load_optim", True),

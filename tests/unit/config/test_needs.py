@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "parallel.num_layers_in_first_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
     "parallel.num_layers_in_last_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
     "parallel.num_layers_per_virtual_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
+    "parallel.balance": ("auto", ["parallel.pipeline_model_parallel_size=2"]),
     "optimizer.min_lr": ("1e-9", []),  # the usual schedule is not constant
     "optimizer.lr_wsd_decay_style": ("linear", ["optimizer.lr_decay_style=WSD"]),
     "optimizer.lr_wsd_decay_iters": ("2", ["optimizer.lr_decay_style=WSD"]),

@@ -15,7 +15,7 @@ import torch
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets, load_assets
-from llava_mcore.data.loader.train_loader import FORMAT, TrainLoader
+from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.loader.turns import default_num_streams
 from llava_mcore.data.processors.load import PROCESSOR_FILES
 from llava_mcore.data.samples import Batch
@@ -100,6 +100,7 @@ def check_batch(batch: Batch, assets: Assets) -> None:
 
 def test_batches_are_what_the_model_takes(dataset: Path, assets: Assets, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
+    before = multiprocessing.active_children()  # a manager of energon's `prepare`, perhaps
     loader = open_loader(dataset, assets, workers=1)
     seen: Counter[str] = Counter()
     for batch in take(loader, 48):
@@ -114,7 +115,7 @@ def test_batches_are_what_the_model_takes(dataset: Path, assets: Assets, capfd: 
             assert torch.equal(batch.media["pixel_values"][row], tiles(assets.images, [expected["jpg"]])[0])
     assert seen.keys() == {f"{i:06d}" for i in range(48)} and sum(seen.values()) == 96
     loader.close()
-    assert not multiprocessing.active_children()
+    assert multiprocessing.active_children() == before
     assert capfd.readouterr().out == ""
 
 
@@ -309,13 +310,6 @@ def test_settings_that_drop_samples_belong_to_a_position(dataset: Path, assets: 
     limited = open_loader(dataset, assets, **others).state()
     with pytest.raises(DataError, match=r"data\.max_media_tokens: saved with 2000, now none"):
         open_loader(dataset, assets, saved=[limited], **others | {"max_media_tokens": None})
-    for packing in (True, False):  # what older versions saved
-        settings = open_loader(dataset, assets, packing=packing, **others).state()["settings"]
-        settings = {k: v for k, v in settings.items() if k.removeprefix("data.") not in others and "blends" not in k}
-        settings |= {"data.max_media_tokens": 2000 if packing else None}
-        settings |= {} if packing else {"data.packing_buffer_size": None, "data.seq_length": None}
-        older = {"format": FORMAT, "settings": settings, "streams": {}, "num_batches": dict.fromkeys(range(48), 0)}
-        assert keys(take(open_loader(dataset, assets, packing=packing, saved=[older], **others), 1))
 
 
 def test_other_settings_of_the_processor_are_refused(dataset: Path, assets: Assets, tmp_path: Path) -> None:

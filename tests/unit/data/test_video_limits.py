@@ -27,7 +27,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.media.media import VideoShape
 from tests.helpers.bad_data_makers import index, messages, write_tar
 from tests.helpers.tiny_hf import make_hf_llava, make_onevision
-from tests.helpers.tiny_qwen import KINDS, make_each_kind
+from tests.helpers.tiny_qwen import OWN_TOWERS, make_each_kind
 from tests.helpers.videos import noise
 from tests.unit.data.test_data_loader import open_loader, take
 
@@ -46,7 +46,7 @@ RANGES = [PixelRange(2000, 4000), PixelRange(smallest=6000), PixelRange(largest=
 
 
 @pytest.mark.parametrize("pixels", RANGES, ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OWN_TOWERS)
 def test_a_range_of_frames_is_applied_as_the_processor_would(
     folders: dict[str, Path], name: str, pixels: PixelRange, tmp_path: Path
 ) -> None:
@@ -208,7 +208,7 @@ def test_prepare_can_be_told_the_frames_per_second(
     frames = ["0.png", "1.png"]
     rows = [TALK | {"videos": [clip]} for clip in (frames, {"frames": frames, "fps": 3})]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [str(tmp_path / "rows.jsonl"), "--num-workers", "0"]
+    command = [str(tmp_path / "rows.jsonl"), "--num-workers", "0", "--keep-order"]
     counted = ["--tokenizer-load-dir", str(folders["qwen3_vl"]), "--frames-fps", "0.5"]
     assert prepare_command.main([*command, "--out", str(tmp_path / "a")]) == 0
     assert "a: 1 of 2 videos have no fps; models that use times count them as 24" in capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_prepare_can_be_told_the_frames_per_second(
     assert prepare_command.main([*command, "--out", str(tmp_path / "c"), *counted[:1], str(folders["qwen2_vl"])]) == 0
     assert "no fps" not in capsys.readouterr().out, "this class does not use them"
     (tmp_path / "mix.yaml").write_text("sources: [{path: rows.jsonl, frames_fps: 4}]")
-    mix = [str(tmp_path / "mix.yaml"), "--out", str(tmp_path / "mix"), "--num-workers", "0"]
+    mix = [str(tmp_path / "mix.yaml"), "--out", str(tmp_path / "mix"), "--num-workers", "0", "--keep-order"]
     assert prepare_command.main(mix) == 0
     assert rates(tmp_path / "mix" / "rows") == [4.0, 3.0]
     assert prepare_command.main([*mix, "--frames-fps", "2"]) == 2

@@ -26,7 +26,7 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.vision.patch_plan import PatchPlan
 from tests.helpers.class_checks import batch_of
-from tests.helpers.tiny_qwen import KINDS, make_each_kind
+from tests.helpers.tiny_qwen import OWN_TOWERS, make_each_kind
 from tests.helpers.videos import noise
 
 NUM_SIZES = [(999, 3), pytest.param(10_008, 18, marks=pytest.mark.long)]
@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("number", "together"), NUM_SIZES)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OWN_TOWERS)
 def test_pictures_of_any_size_have_the_processors_tokens(
     folders: dict[str, Path], name: str, number: int, together: int
 ) -> None:
@@ -63,7 +63,7 @@ def test_pictures_of_any_size_have_the_processors_tokens(
         assets.plan.tokens([(10, 2001)])
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OWN_TOWERS)
 def test_patches_of_many_sizes_are_the_processors(folders: dict[str, Path], name: str) -> None:
     """Bit for bit."""
     assets, choose = load_assets(folders[name]), random.Random(4)
@@ -76,7 +76,7 @@ def test_patches_of_many_sizes_are_the_processors(folders: dict[str, Path], name
         assert torch.equal(normalize(media[PIXEL_VALUES], media[PIXEL_SCALE]), expected)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OWN_TOWERS)
 def test_the_tower_makes_as_many_features(folders: dict[str, Path], name: str) -> None:
     plan, choose = load_assets(folders[name]).plan, random.Random(2)
     sizes = [(choose.randint(1, 160), choose.randint(1, 160)) for _ in range(NUM_ENCODED)]
@@ -92,7 +92,7 @@ def test_the_tower_makes_as_many_features(folders: dict[str, Path], name: str) -
 def test_video_shapes_have_the_processors_tokens(folders: dict[str, Path]) -> None:
     """The pixels are made, since the number of patches depends on the frames in ways that versions differ in."""
     choose = random.Random(1)
-    for name in KINDS:
+    for name in OWN_TOWERS:
         plan = load_assets(folders[name]).plan
         processor = AutoProcessor.from_pretrained(folders[name])
         for _ in range(60):

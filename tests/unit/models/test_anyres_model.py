@@ -41,7 +41,7 @@ def test_gradients_are_hugging_faces(case: Case, tmp_path: Path) -> None:
         model(ids, positions, media, labels=labels, loss_mask=mask).backward()
         names = detect_names(theirs.config, theirs.state_dict(), source="the model")
         rows = model.language_model.embedding.word_embeddings.weight.shape[0]
-        table = mapping_table(theirs.config, names, hf_tensors=(), padded_vocab_size=rows)
+        table = mapping_table(theirs.config, names, hf_tensors={}, padded_vocab_size=rows)
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         compared = 0
         for name, entry in table.entries.items():

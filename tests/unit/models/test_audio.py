@@ -197,7 +197,7 @@ def test_logits_and_gradients_are_hugging_faces(folder: Path, assets: Assets, im
         ours(*given, labels=padded.labels, loss_mask=padded.loss_mask, **params).backward()
         names = detect_names(load_hf_config(folder), model.state_dict(), source="the model")
         num_rows = ours.language_model.embedding.word_embeddings.weight.shape[0]
-        table = mapping_table(load_hf_config(folder), names, hf_tensors=(), padded_vocab_size=num_rows)
+        table = mapping_table(load_hf_config(folder), names, hf_tensors={}, padded_vocab_size=num_rows)
         compared = 0
         for key, p in ours.named_parameters():
             if key.endswith("position_embeddings.weight"):  # sinusoids

@@ -137,7 +137,7 @@ def test_validation_shards(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lower --samples-per-shard"):
         split_shards(names, 1.0)
     with pytest.raises(DataError, match="--val-ratio needs at least two shards, but the 20 rows make one of 1000"):
-        make(tmp_path / "src" / "data.parquet", tmp_path / "one", Options(val_ratio=0.1))
+        make(tmp_path / "src" / "data.parquet", tmp_path / "one", Options(1000, val_ratio=0.1))
     assert not (tmp_path / "one").exists()
 
 

@@ -130,6 +130,7 @@ def test_a_process_killed_from_outside(source: Path, tmp_path: Path) -> None:
     source = cases.write_llava_lines(tmp_path / "much", vqa_cases(300))
     out = tmp_path / "out"
     command = [sys.executable, "-m", "llava_mcore", "prepare", source, "--out", out, "--samples-per-shard", "10"]
+    command.append("--keep-order")
     process = subprocess.Popen([*command, "--num-workers", "2"], cwd=ROOT, stdout=subprocess.PIPE)
     end = time.monotonic() + 200
     while not (out / "000003.tar").exists():

@@ -1,10 +1,22 @@
-"""The list of long tests: patterns name tests that exist, and the last one that fits decides."""
+"""No test is left out by mistake: pytest looks into all folders, and patterns of long tests name tests that exist."""
 
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
+
+import pytest
 
 from tests.helpers.long_tests import FILE, is_long, long_patterns
+
+
+def test_every_folder_is_looked_into(request: pytest.FixtureRequest) -> None:
+    """pytest's own setting leaves out folders named `build`."""
+    left_out = request.config.getini("norecursedirs")
+    tests = FILE.parent
+    for file in tests.rglob("test_*.py"):
+        folders = file.relative_to(tests).parent.parts
+        assert not [x for x in folders if any(fnmatch(x, pattern) for pattern in left_out)], file
 
 
 def test_patterns_name_tests() -> None:

@@ -1,7 +1,9 @@
-"""Where a new line goes: how many library files name a thing of each kind, with the goals as limits."""
+"""Where a new line goes: how many library files name a thing of each kind, how long files and functions are, with the
+goals as limits."""
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,8 @@ from tests.helpers.pages import files
 
 ROOT = Path(__file__).parents[3]
 GOALS = {"optimizer": 3, "loss term": 3, "metric": 2, "flag": 1, "connector": 2, "class": 4}
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 
 
 @cache
@@ -64,3 +68,17 @@ def test_a_metric_of_the_device_is_named_where_it_is_computed_and_in_a_table() -
     """None comes with the library: those of the page."""
     per_block = [name for name in files("metric.md") if "models/" in name or name.endswith("metrics_file.py")]
     assert len(per_block) == GOALS["metric"]
+
+
+def test_files_and_functions_are_short() -> None:
+    long_files = [name for name, text in sources().items() if text.count("\n") > MAX_FILE_LINES]
+    functions = [
+        (name, node)
+        for name, text in sources().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert len(functions) > 1000
+    sizes = {f"{name}: {node.name}": (node.end_lineno or 0) - node.lineno + 1 for name, node in functions}
+    assert long_files == []
+    assert [name for name, size in sizes.items() if size > MAX_FUNCTION_LINES] == []

@@ -195,7 +195,7 @@ def trained(folder: Path, stack: Stack) -> list[dict[str, Any]]:
 
 def test_every_stack_trains_alike(folder: Path) -> None:
     first, second = trained(folder, Stack())
-    assert first["num_tokens"] > 0.8 * 2 * 1024 and second["loss"] < first["loss"]
+    assert first["num_tokens"] > 0.7 * 2 * 1024 and second["loss"] < first["loss"]
     everything = trained(folder, Stack(reshard="step", recompute=True, compiled=True))
     assert [x["loss"] for x in everything] == pytest.approx([first["loss"], second["loss"]], rel=1e-4)
     padded = trained(folder, Stack(packed=False))

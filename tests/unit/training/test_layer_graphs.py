@@ -31,7 +31,7 @@ from tests.helpers.batches import LENGTH, FullPackLoader
 from tests.helpers.class_checks import batch_of
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import make_hf_idefics2
-from tests.helpers.tiny_qwen import KINDS, make_hf_qwen
+from tests.helpers.tiny_qwen import OWN_TOWERS, make_hf_qwen
 from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.option_checks import MIXED
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
@@ -202,7 +202,7 @@ class PictureRun:
         return found
 
 
-@pytest.mark.parametrize("name", [*(x for x in KINDS if x != "qwen3_5"), "idefics2"])  # its tower is Qwen3-VL's
+@pytest.mark.parametrize("name", [*(x for x in OWN_TOWERS if x != "qwen3_5"), "idefics2"])  # its tower is Qwen3-VL's
 def test_a_tower_with_graphs_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, name: str
 ) -> None:

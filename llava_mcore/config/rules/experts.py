@@ -1,0 +1,87 @@
+"""Rules for models whose layers have mixtures of experts (Qwen3-MoE)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.schema import RunConfig
+
+
+def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str) -> Iterator[str]:
+    """Yield why experts cannot be divided as requested, and what a model with experts cannot do."""
+    parallel = run.parallel
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    flags = " and ".join(f"{flag} {size}" for flag, size in (("--ep", ep), ("--etp", etp)) if size > 1)
+    if not dims.num_experts:
+        if flags:
+            yield f"{flags}: {source} has no mixtures of experts to divide: omit {'them' if ' and ' in flags else 'it'}"
+        keys = ", ".join(f"router.{key}" for key in run.router.model_dump(exclude_defaults=True))
+        if keys:
+            yield f"{keys}: {source} has no mixtures of experts, so no router: omit that"
+        return
+    # The layout: what divides the experts, and the processes of a stage.
+    yield from check_expert_layout(dims, ep, etp, source)
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    per_stage = world_size // pp
+    if world_size % (tp * pp) == 0 and per_stage % (ep * etp):
+        yield (
+            f"--ep {ep} x --etp {etp} = {ep * etp} does not divide the {per_stage} processes of a stage, which are "
+            f"--tp {tp} x {per_stage // tp} data-parallel ones: lower --ep or --etp, or use more processes"
+        )
+    # What experts need besides.
+    if tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"--tp {tp}: {source} has mixtures of experts, which train at --tp 2 or more with --sequence-parallel "
+            "only: add the flag, or use --tp 1"
+        )
+    # megatron-core then gives the experts an optimizer of their own.
+    if ep > 1 or etp != tp:
+        why = (
+            f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are added up over other processes than those "
+            "of the rest"
+        )
+        if not parallel.use_distributed_optimizer:
+            yield f"{why}, which needs the distributed optimizer: add --dist-optim"
+        if run.training.precision == "fp16":  # each optimizer would find a loss scale of its own
+            yield f"{why}, which does not work with the loss scale of --precision fp16: use bf16"
+    if tp % etp:
+        yield f"--etp {etp} does not divide --tp {tp}: experts are divided by tensor-parallel processes; lower it"
+    yield from _check_combinations(run, source)
+
+
+def check_expert_layout(dims: ModelDims, ep: int, etp: int, source: str) -> list[str]:
+    """Return why the experts of a model cannot be divided over `ep` x `etp` processes."""
+    if not dims.num_experts:
+        return []
+    sizes = {
+        "--ep": (ep, "number of experts", dims.num_experts),
+        "--etp": (etp, "width of an expert", dims.expert_ffn_hidden_size),
+    }
+    return [
+        f"{flag} {size} does not divide the {quantity}, which is {full_size} in {source}: this model can use {fitting}"
+        for flag, (size, quantity, full_size) in sizes.items()
+        if full_size % size
+        for fitting in [", ".join(str(n) for n in range(1, full_size + 1) if full_size % n == 0)]
+    ]
+
+
+def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
+    """Yield options that do not work with experts."""
+    has = f"{source} has mixtures of experts"
+    if run.training.fp8:
+        yield f"--fp8 does not work with experts yet, and {has}: omit it"
+    if run.model.cuda_graphs:
+        yield f"--cuda-graphs cannot capture layers that send tokens to experts, and {has}: omit it"
+    if run.adapter.is_on and run.parallel.expert_model_parallel_size > 1:
+        yield f"adapters do not work yet where processes divide experts, and {has}: omit --ep, or the --lora flags"
+    if run.adapter.quantize != "none":
+        yield f"--lora-quantize does not quantize experts, and {has}: omit it"
+    parallel = run.parallel
+    ep = parallel.expert_model_parallel_size
+    of_replica = parallel.tensor_model_parallel_size // parallel.expert_tensor_parallel_size
+    if run.validation.eval_generate is not None and of_replica % ep:
+        yield (
+            f"--eval-generate writes answers of different lengths on each model replica, which replicas that share "
+            f"experts cannot do: omit it, or lower --ep {ep} to {max(1, of_replica)}"
+        )

@@ -1,0 +1,252 @@
+"""A mixture of experts in place of a layer's MLP: each token is computed by the few experts that its router chooses.
+
+megatron-core has the layer, the router and the exchange of tokens between ranks. The experts are our own: the matrices
+of all experts of a rank are one parameter, and one grouped product multiplies each expert's tokens.
+
+    hidden [s, b, h] → router: k experts of each token and their probabilities
+                     → dispatcher: tokens to the ranks of their experts, sorted by expert [t, h]
+                     → fc1, silu(gate) * up * probability, fc2, a grouped product each
+                     → dispatcher: back to the tokens' ranks, added up over experts
+
+e: experts of this rank, t: tokens that came to them, h: hidden size, f: an expert's width on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from llava_mcore.compat.megatron_layers import change_class
+from llava_mcore.compat.token_dispatcher import TokenDispatcher, pad_for_gloo
+from llava_mcore.models.language.router import Router
+
+
+class ExpertLayer(MoELayer):
+    """megatron-core's layer with a dispatcher that lets the host run ahead."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        if config.use_cpu_initialization:
+            pad_for_gloo()
+        super().__init__(config, *args, **kwargs)
+        change_class(self.token_dispatcher, TokenDispatcher)
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Return the layer's output [s, b, h] and no bias.
+
+        Args:
+            padding_mask: what megatron-core hands to every layer, also where it computes one again: here the weights of
+                tokens in the router's terms [b, s] (see `token_weights`).
+        """
+        self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
+        result: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors)
+        return result
+
+
+class Experts(MegatronModule):
+    """The experts of one rank: gated MLPs without biases."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
+        """pg_collection: its groups `ep` (experts), `expt_tp` (parts of them) and `expt_dp` (their replicas)."""
+        super().__init__(config)
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        matrices = partial(ExpertMatrices, config, pg_collection, num_local_experts)
+        self.linear_fc1 = matrices(2 * width, config.hidden_size, config.init_method, split_dim=1, num_blocks=2)
+        self.linear_fc2 = matrices(config.hidden_size, width, config.output_layer_init_method, split_dim=2)
+        self.recomputes = config.recompute_granularity == "selective" and "mlp" in config.recompute_modules
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Return the experts' outputs [t, h], times the probabilities of their tokens, and no bias.
+
+        Args:
+            hidden: [t, h], sorted by expert.
+            tokens_per_expert: int64 [e].
+            probs: [t].
+        """
+        ends = tokens_per_expert.cumsum(0).to(device=hidden.device, dtype=torch.int32)
+        if self.recomputes and self.training:
+            return tensor_parallel.checkpoint(self._mlp, False, hidden, ends, probs), None
+        return self._mlp(hidden, ends, probs), None
+
+    def _mlp(self, hidden: Tensor, ends: Tensor, probs: Tensor) -> Tensor:
+        gate_and_up = self.linear_fc1(hidden, ends)
+        if hidden.device.type == "cuda" and self.config.activation_func is F.silu:
+            weighted = weighted_bias_swiglu_impl(gate_and_up, None, probs.unsqueeze(-1))
+        else:
+            gate, up = gate_and_up.chunk(2, dim=-1)
+            weighted = (self.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(gate_and_up.dtype)
+        output: Tensor = self.linear_fc2(weighted, ends)
+        return output
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are never delayed."""
+
+
+class ExpertMatrices(MegatronModule):
+    """One matrix of each expert of a rank, as one parameter [e, rows, columns].
+
+    Several ranks may divide each matrix (expert tensor parallelism) along `split_dim` of the parameter. With two
+    blocks, gate and up, a rank has its part of the first and then its part of the second.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        num_experts: int,
+        rows: int,
+        columns: int,
+        init_method: Callable[[Tensor], Any],
+        *,
+        split_dim: int,
+        num_blocks: int = 1,
+    ) -> None:
+        super().__init__(config)
+        self.groups, self.split_dim, self.num_blocks = groups, split_dim, num_blocks
+        self.fuse_wgrad_accumulation = False  # the name by which Transformer Engine's layers are found, too
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = torch.empty(num_experts, rows, columns, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=split_dim, stride=num_blocks)
+        # Expert gradients are added up over other ranks than those of the rest of the model.
+        apart = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
+        vars(self.weight)["allreduce"] = not apart
+        vars(self.weight)["of_experts"] = True  # what conversions compare with the mapping table
+        if config.perform_initialization:
+            with tensor_parallel.get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                for matrix in self.weight.data:
+                    init_method(matrix)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return [t, rows] of [t, columns]. ends: int32 [e], where the tokens of each expert end."""
+        if x.device.type == "cuda" and x.dtype == torch.bfloat16:
+            output: Tensor = GroupedProduct.apply(x, self.weight, ends, self.fuse_wgrad_accumulation)
+            return output
+        parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+        return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, self.weight, strict=True)])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the parameter as a part of the matrices of all experts: [experts, rows, columns], gate before up.
+
+        If ranks divide gate and up, each has rows in both halves of every matrix, so that these are tensors of their
+        own.
+        """
+        name, lead, groups = f"{prefix}weight", len(sharded_offsets), self.groups
+        replica = (0, 0, groups.expt_dp.rank())
+        ep_rank, ep_size = groups.ep.rank(), groups.ep.size()
+        part, num_parts = groups.expt_tp.rank(), groups.expt_tp.size()
+        if self.num_blocks == 1 or num_parts == 1:
+            places = ((lead, ep_rank, ep_size), (lead + self.split_dim, part, num_parts))
+            tensor = ShardedTensor.from_rank_offsets(
+                name, self.weight, *sharded_offsets, *places, replica_id=replica, prepend_axis_num=lead
+            )
+            return {name: tensor}
+        # Else a tensor for each half of each matrix, which a load puts together again.
+        num_local, num_blocks = len(self.weight), self.num_blocks
+
+        @torch.no_grad()
+        def build(key: str, weight: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
+            blocks = [
+                ((ep_rank * num_local + expert, block), rows)
+                for expert, matrix in enumerate(weight.split(1))
+                for block, rows in enumerate(matrix.chunk(num_blocks, dim=1))
+            ]
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    rows,
+                    *sharded_offsets,
+                    (lead, expert, ep_size * num_local),
+                    (lead + 1, block * num_parts + part, num_blocks * num_parts),
+                    replica_id=replica_id,
+                    prepend_axis_num=lead,
+                )
+                for (expert, block), rows in blocks
+            ]
+
+        @torch.no_grad()
+        def merge(blocks: list[Tensor]) -> Tensor:
+            return torch.cat([torch.cat(blocks[i : i + num_blocks], 1) for i in range(0, len(blocks), num_blocks)])
+
+        return {name: ShardedTensorFactory(name, self.weight, build, merge, replica)}
+
+
+class GroupedProduct(torch.autograd.Function):
+    """The product of each expert's tokens and its matrix on a GPU: [t, k], [e, n, k] → [t, n].
+
+    The host waits for nothing. An expert without tokens gets a gradient of zeros. (torch's own backward pass could not
+    add weight gradients to the fp32 sum of a step.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, ends: Tensor, adds_to_main_grad: bool) -> Tensor:
+        """Return the product. adds_to_main_grad: add the weight's gradient to the sum of the step."""
+        ctx.save_for_backward(x, ends)
+        ctx.weight, ctx.adds_to_main_grad = weight, adds_to_main_grad
+        if not len(x):  # the kernel refuses empty operands
+            return x.new_empty(0, weight.shape[1])
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (gradient,) = gradients
+        x, ends = ctx.saved_tensors
+        weight: nn.Parameter = ctx.weight
+        gradient = gradient.contiguous()
+        of_x, of_weight = None, None
+        if ctx.needs_input_grad[0]:
+            of_x = F.grouped_mm(gradient, weight, offs=ends) if len(x) else torch.empty_like(x)
+        if ctx.needs_input_grad[1]:
+            of_weight = F.grouped_mm(gradient.t(), x, offs=ends) if len(x) else torch.zeros_like(weight)
+        marks = vars(weight)
+        if of_weight is not None and ctx.adds_to_main_grad and "main_grad" in marks:
+            marks["main_grad"].add_(of_weight)
+            marks["grad_added_to_main_grad"] = True
+        return of_x, of_weight, None, None
+
+
+class SharedExpert(SharedExpertMLP):
+    """The expert that computes every token beside the chosen ones; its ranks are those of an MLP."""
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        plain = copy(config)
+        plain.use_te_activation_func = False  # it would need a module of its own, which megatron-core does not give it
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(plain, submodules=linears, **kwargs)
+        if self.gate_weight is not None and not config.use_cpu_initialization:  # megatron-core makes it on the host
+            self.gate_weight.data = self.gate_weight.data.to(torch.cuda.current_device())
+
+
+EXPERTS = partial(ExpertLayer, submodules=MoESubmodules(experts=Experts, router=Router, shared_experts=SharedExpert))
+"""What replaces the MLP in the spec of a layer."""

@@ -1,0 +1,127 @@
+"""The router of a mixture of experts, with the terms that its run adds to the loss.
+
+megatron-core's own terms are not used: they multiply by the number of a micro-batch's tokens, while gradients are
+divided by the number of trained ones, so that the coefficient would grow with the share of tokens that are not trained.
+
+t: tokens of this rank, e: experts, k: experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from llava_mcore.parallel.named_sums import with_loss
+
+LOAD_BALANCING, ROUTER_Z = "load_balancing", "router_z"
+"""Names of sums, each a mean over layers: e / k * sum(share of tokens * mean probability), 1 for an even load; the mean
+square of the logarithm of the softmax's denominator."""
+
+
+@dataclass(frozen=True)
+class RouterLosses:
+    """Weights of a router's terms beside the cross-entropy; 0: the term is not computed."""
+
+    load_balancing: float = 0.0
+    z: float = 0.0
+
+
+class Router(TopKRouter):
+    """megatron-core's router of k experts, which computes as transformers does."""
+
+    losses = RouterLosses()
+    token_weights: Tensor | None = None
+    """[t], of the tokens in this call: see `token_weights`. None: no term is computed."""
+    load: Tensor | None = None
+    """Tokens of this rank that each expert has got in the current step, [e], without padding."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return probabilities and choice of each token, [t, e] both, of logits [s, b, e]."""
+        probs: Tensor
+        probs, chosen = super().routing(logits, padding_mask)
+        if self.token_weights is not None and self.training:
+            probs = self._with_losses(probs, chosen, logits.view(-1, logits.shape[-1]), self.token_weights)
+        return probs, chosen
+
+    def _with_losses(self, probs: Tensor, chosen: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
+        """Report the load, and let the backward pass of the probabilities also reach the terms.
+
+        With sequence parallelism each rank adds the part of its own tokens.
+        """
+        # Tokens of each expert and their number, over all tokens of the micro-batch.
+        grad_enabled = torch.is_grad_enabled()
+        is_counted = weights > 0
+        with torch.no_grad():
+            counts = torch.cat([(chosen & is_counted[:, None]).sum(0), is_counted.sum()[None]]).float()
+            if grad_enabled:  # once, also where the backward pass computes layers again
+                self.load = counts[:-1].clone() if self.load is None else self.load + counts[:-1]
+            if self.config.sequence_parallel:
+                dist.all_reduce(counts, group=self.tp_group)
+            of_experts, num_tokens = counts[:-1], counts[-1].clamp(min=1)
+        divided = self.config.sequence_parallel
+        options = {"config": self.config, "divided": divided}
+        if self.losses.load_balancing:
+            mean_probs = weights @ logits.softmax(-1, dtype=torch.float32)
+            balance = len(of_experts) / self.topk * (of_experts / num_tokens) @ mean_probs
+            name, coefficient = LOAD_BALANCING, self.losses.load_balancing
+            probs = with_loss(probs, name, balance, weights.sum(), coefficient=coefficient, **options)
+        if self.losses.z:
+            z = weights @ logits.float().logsumexp(-1).square()
+            probs = with_loss(probs, ROUTER_Z, z, weights.sum(), coefficient=self.losses.z, **options)
+        return probs
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """The tokens of each expert in a step. `routers`: those of this rank's layers."""
+
+    routers: tuple[Router, ...]
+    num_layers: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, models: Sequence[MegatronModule]) -> ExpertLoads | None:
+        """Return those of a rank's part of a model; None without experts."""
+        config = models[0].config
+        if config.num_moe_experts is None:
+            return None
+        routers = tuple(x for model in models for x in model.modules() if isinstance(x, Router))
+        return cls(routers, config.num_layers, config.num_moe_experts)
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return this rank's counts float64 [layers, experts], and begin again; summed over ranks they are the global
+        batch's. Layers without experts, and of other stages, have zeros. No host sync."""
+        counts = torch.zeros(self.num_layers, self.num_experts, dtype=torch.float64, device=device)
+        for router in self.routers:
+            if router.load is not None:
+                counts[router.layer_number - 1] = router.load
+            router.load = None
+        return counts
+
+
+def token_weights(config: TransformerConfig, loss_mask: Tensor | None) -> Tensor | None:
+    """Return the weight of each token in the terms of routers, float32 [b, s]; of this rank's tokens only with sequence
+    parallelism.
+
+    All tokens up to the last trained one of a row have the same; what follows is padding and has 0. Weights add up to
+    the number of trained tokens, by which a step divides what it adds up.
+
+    Args:
+        loss_mask: float32 [b, s]; None outside of training.
+    """
+    if loss_mask is None or config.num_moe_experts is None:
+        return None
+    is_counted = loss_mask.flip(-1).cummax(-1).values.flip(-1).sign()
+    weights = is_counted * (loss_mask.sum() / is_counted.sum().clamp(min=1))
+    if config.sequence_parallel:
+        part = tensor_parallel.scatter_to_sequence_parallel_region(weights.t().contiguous())
+        weights = part.t().contiguous()
+    return weights

@@ -1,0 +1,119 @@
+"""The prediction of a layout: memory and time of every stage, and of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llava_mcore.plan.gpus import GIB
+from llava_mcore.plan.layout import RunLayout
+from llava_mcore.plan.memory import StageMemory, stage_memory
+from llava_mcore.plan.model import Model
+from llava_mcore.plan.parameters import owned, stage_parameters
+from llava_mcore.plan.schedule import step_seconds
+from llava_mcore.plan.seconds import Machine, Pass, stage_passes
+from llava_mcore.plan.work import PackWork
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage takes."""
+
+    memory: StageMemory
+    forward: Pass
+    backward: Pass
+
+    @property
+    def seconds(self) -> float:
+        """Both passes of a micro-batch."""
+        return self.forward.total + self.backward.total
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a layout takes. Seconds of a step: `passes`, of which `bubble` are idle on the average stage, exposed
+    `messages` between replicas, and `update` of the weights."""
+
+    layout: RunLayout
+    stages: tuple[Stage, ...]
+    passes: float
+    bubble: float
+    messages: float
+    update: float
+    tokens: float
+    """Of a step, without padding."""
+
+    @property
+    def seconds(self) -> float:
+        """A whole step."""
+        return self.passes + self.messages + self.update
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.tokens / self.seconds
+
+    @property
+    def reserved(self) -> float:
+        """GiB that torch reserves on the fullest GPU."""
+        return max(stage.memory.reserved for stage in self.stages) / GIB
+
+    @property
+    def memory(self) -> float:
+        """GiB that the fullest GPU must have."""
+        return max(stage.memory.total for stage in self.stages) / GIB
+
+
+def predict(model: Model, layout: RunLayout, packs: PackWork, machine: Machine) -> Prediction:
+    """Predict memory and time of a layout."""
+    work = packs.mean.times(layout.micro_batch_size)
+    stages = []
+    for index in range(layout.pp):
+        forward, backward = stage_passes(model, layout, work, index, machine)
+        stages.append(Stage(stage_memory(model, layout, packs, index, machine.fit), forward, backward))
+    ahead = [stage.forward.total for stage in stages]
+    back = [stage.backward.total for stage in stages]
+    across = layout.tp * layout.pp > machine.gpu.per_node
+    hidden = 2 * work.computed * model.decoder.hidden / (layout.tp if layout.sequence_parallel else 1)
+    link = (machine.gpu.network if across else machine.gpu.link) * machine.fit.link
+    message = hidden / link + 2e-5 if layout.pp > 1 else 0.0
+    if layout.pp > 1 and layout.virtual == 1:  # each pass waits for one message; interleaved they overlap
+        ahead, back = ([x + message for x in part] for part in (ahead, back))
+    count = layout.num_micro_batches
+    passes = step_seconds(ahead, back, count, virtual=layout.virtual, message=message)
+    busy = count * sum(ahead + back) / layout.pp
+    exposed, update = _after_passes(model, layout, machine)
+    return Prediction(
+        layout=layout,
+        stages=tuple(stages),
+        passes=passes,
+        bubble=passes - busy,
+        messages=exposed,
+        update=update,
+        tokens=work.tokens * count * layout.dp,
+    )
+
+
+def _after_passes(model: Model, layout: RunLayout, machine: Machine) -> tuple[float, float]:
+    """Return the exposed seconds of summing gradients and gathering weights, and those of the update."""
+    parameters = max((stage_parameters(model, layout, x) for x in range(layout.pp)), key=lambda x: x.trained)
+    trained, of_experts = parameters.trained, parameters.trained_experts
+    dp, fit = layout.dp, machine.fit
+    # Replicas are the outermost dimension: their messages cross nodes as soon as there are several.
+    across = layout.world > machine.gpu.per_node
+
+    def over_replicas(num_bytes: float) -> float:
+        rest = machine.collective(num_bytes * (trained - of_experts), dp, across_nodes=across)
+        return rest + machine.collective(num_bytes * of_experts, layout.expert_dp, across_nodes=across)
+
+    reduce, gather = over_replicas(4), over_replicas(2)
+    if not layout.distributed_optimizer:
+        reduce, gather = 2 * reduce, 0.0
+    hidden_reduce = fit.exposed if layout.overlap_grad_reduce else 1.0
+    hidden_gather = fit.exposed if layout.overlap_param_gather else 1.0
+    exposed = reduce * hidden_reduce + gather * hidden_gather
+    local = owned(layout, parameters)
+    # Read and written: master weight and moments; read: gradients, also for their norm; written: weights, zeros.
+    update = machine.moved(local * (2 * layout.state_bytes + 4 + 2) + trained * 8)
+    if layout.offloaded_bytes:
+        update += local * 6 / 25e9 + local * 16 / 100e9  # over PCIe, and in the host's memory
+    return exposed, update + fit.host_step

@@ -1,0 +1,124 @@
+"""The work of a micro-batch, and the samples that it is made of."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counts of a micro-batch of one data-parallel rank; means are not whole numbers.
+
+    `computed`: tokens that the layers compute, padding included. `causal_pairs`: (query, key) pairs of the decoder's
+    attention. `trained`: tokens whose loss counts. `positions`, `pairs`, `window_pairs`: of the tower, in a layer that
+    sees whole pictures and in one that sees windows. `pictures`: tiles, pictures or clips.
+    """
+
+    tokens: float = 0.0
+    computed: float = 0.0
+    causal_pairs: float = 0.0
+    trained: float = 0.0
+    samples: float = 0.0
+    media_tokens: float = 0.0
+    positions: float = 0.0
+    pairs: float = 0.0
+    window_pairs: float = 0.0
+    pictures: float = 0.0
+    pixel_bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def times(self, factor: float) -> Work:
+        """Return the same for so many as large."""
+        return Work(*(factor * a for a in self.values()))
+
+    def values(self) -> tuple[float, ...]:
+        """Return the counts in their order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A conversation. `text`: tokens beside those of media. `pictures`: widths and heights. `seconds`: of its sound."""
+
+    text: int
+    trained: int
+    pictures: tuple[tuple[int, int], ...] = ()
+    seconds: float | None = None
+
+
+NUM_SAMPLES = 400
+"""Samples that stand for a dataset: enough for means within one per cent, and few enough for a plan in a second."""
+
+
+def like_llava(sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> list[Sample]:
+    """Return samples like those of LLaVA's mix: nine of ten have a picture, and answers are short but for a few."""
+    draw = random.Random(0)
+    samples = []
+    for index in range(NUM_SAMPLES):
+        answer = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
+        pictures = (sizes[index % len(sizes)],) if draw.random() < 0.9 else ()
+        samples.append(Sample(text=34 + answer, trained=answer + 2, pictures=pictures))
+    return samples
+
+
+def spoken(shortest: float = 2.0, longest: float = 16.0, tokens_per_second: float = 3.6) -> list[Sample]:
+    """Return clips with transcripts, of lengths that are drawn uniformly."""
+    draw = random.Random(0)
+    clips = [draw.uniform(shortest, longest) for _ in range(NUM_SAMPLES)]
+    return [Sample(34 + round(tokens_per_second * x), 2 + round(tokens_per_second * x), seconds=x) for x in clips]
+
+
+@dataclass(frozen=True)
+class PackWork:
+    """The work of packs of a sequence's length, or of single samples: the mean, and those that take most memory: the
+    pack with most positions of the tower, and the one with most trained tokens."""
+
+    mean: Work
+    peaks: tuple[Work, Work]
+
+
+def packs_of(works: Sequence[Work], seq_length: int, *, packing: bool) -> PackWork:
+    """Put samples into packs, or leave them alone; longer ones are left out, as in training.
+
+    Raises:
+        ValueError: no sample is short enough.
+    """
+    short = [x for x in works if x.tokens <= seq_length]
+    if not short:
+        raise ValueError(f"the shortest sample has {min(x.tokens for x in works):.0f} tokens")
+    packs = list(_packed(short, seq_length)) if packing else short
+    total = Work()
+    for item in packs:
+        total += item
+    peaks = max(packs, key=lambda x: (x.positions, x.tokens)), max(packs, key=lambda x: (x.trained, x.tokens))
+    return PackWork(total.times(1 / len(packs)), peaks)
+
+
+def _packed(works: Sequence[Work], seq_length: int) -> Iterator[Work]:
+    """Yield full packs: what remains free is filled with a part of the next sample's numbers, as good packing does."""
+    pack = Work()
+    for item in works:
+        free = seq_length - pack.tokens
+        if item.tokens < free:
+            pack += item
+            continue
+        part = free / item.tokens
+        yield pack + item.times(part)
+        pack = item.times(1 - part)
+    if pack.tokens > 0:
+        yield pack.times(seq_length / pack.tokens)
+
+
+def causal(length: float) -> float:
+    """Return the pairs of a sample."""
+    return length * (length + 1) / 2
+
+
+def padded(length: float, multiple: int) -> int:
+    """Return a length rounded up to a multiple."""
+    return math.ceil(length / multiple) * multiple

@@ -1,0 +1,45 @@
+"""Mixtures of experts on GPUs: torch's grouped product, and whole runs with Transformer Engine's other layers."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llava_mcore.convert.import_hf import import_hf
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.world import run_world
+from tests.parallel.expert_checks import Layout, losses_in_bf16
+from tests.unit.models.test_grouped_product import COUNTS, check
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+LAYOUTS: dict[Layout, int] = {(1, 1, 1, 1): 1, (1, 1, 2, 1): 2, (2, 1, 2, 1): 2, (2, 1, 1, 2): 2}
+
+
+@pytest.mark.parametrize("counts", [*COUNTS, [0, 700, 4000, 3]], ids=str)
+def test_grouped_product(counts: list[int]) -> None:
+    check(counts, "cuda")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("experts")
+    # The kernels need rows of 16 bytes.
+    make_hf_llava(root / "hf", text="qwen3_moe", text_overrides={"moe_intermediate_size": 32})
+    import_hf(root / "hf", root / "megatron")
+    return root / "megatron"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bf16_is_close_to_fp32(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
+    """Each layout, with Transformer Engine's layers and with torch's, against fp32 in one process."""
+    if LAYOUTS[layout] > torch.cuda.device_count():
+        pytest.skip("too few GPUs")
+    given: dict[str, Any] = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path / "save")}
+    found = run_world(LAYOUTS[layout], losses_in_bf16, layout=layout, **given)[0]
+    for impl in ("local", "transformer_engine"):
+        assert found[impl] == pytest.approx(found["fp32"], rel=1e-2), impl

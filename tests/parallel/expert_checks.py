@@ -1,0 +1,156 @@
+"""What the ranks of a world do with a model that has mixtures of experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.models.trainable import count_parameters
+from llava_mcore.parallel.groups import Groups, sum_over_ranks
+from llava_mcore.training.fetch import SkipBudget, fetch_step
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import TrainingProgress, resume
+from llava_mcore.training.step import forward_backward, train_step
+from tests.helpers.batches import PackedLoader
+from tests.parallel.checks import join, load_model, logits
+from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
+from tests.parallel.training_checks import GLOBAL_BATCH, curve, make_trainer, run_config
+from tests.parallel.validation_checks import train_and_validate
+
+Layout = tuple[int, int, int, int]
+"""tp, pp, ep, etp."""
+TEXT_ONLY = frozenset({1, 3})
+"""Samples without pictures, as `open_fake_loader` has them."""
+
+
+MICRO_BATCH = 2
+COEFFICIENTS = {"aux_loss_coef": 0.2, "z_loss_coef": 0.05}
+TERMS: dict[str, Any] = {f"router.{key}": value for key, value in COEFFICIENTS.items()}
+
+
+def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
+    """Return a run of this world's layout, whose experts have an optimizer of their own if others divide them."""
+    layout = {
+        "parallel.expert_model_parallel_size": groups.ep_size,
+        "parallel.expert_tensor_parallel_size": groups.etp_size,
+        "parallel.sequence_parallel": groups.tp_size > 1,
+        "parallel.use_distributed_optimizer": True,
+        "training.micro_batch_size": MICRO_BATCH,
+        "training.train_iters": 6,
+        "checkpoint.save": True,
+        "checkpoint.save_optim": True,
+        "optimizer.projection_lr": 2e-3,
+    }
+    return run_config(groups.tp_size, groups.pp_size, checkpoint, save_dir, **(layout | flags))
+
+
+def gradient_error(groups: Groups, checkpoint: str, gradients: str, save_dir: str) -> float:
+    """Return the largest difference to Hugging Face's gradients, relative to the largest value of each parameter.
+
+    `gradients`: a checkpoint that has them in place of weights.
+    """
+    run = configure(groups, checkpoint, save_dir, **{"parallel.use_distributed_optimizer": False} | TERMS)
+    trainer = make_trainer(groups, run)
+    loader = open_fake_loader(groups, trainer, run, 0)
+    number = GLOBAL_BATCH // (run.training.micro_batch_size * groups.dp_size)
+    batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    forward_backward(trainer.chunks, batches)
+    expected = load_model(groups, latest_checkpoint(Path(gradients))[0], sequence_parallel=groups.tp_size > 1)
+    errors = []
+    for p, q in zip(trainer.models[0].parameters(), expected.parameters(), strict=True):
+        errors.append(float((vars(p)["main_grad"] - q).abs().max() / q.abs().max().clamp(min=1e-6)))
+    return max(errors)
+
+
+def one_layout(
+    layout: Layout,
+    checkpoint: str,
+    gradients: str,
+    inputs: dict[str, torch.Tensor],
+    data: list[str],
+    save_dir: str,
+    source: str | None,
+) -> dict[str, Any]:
+    """Compute everything that is compared of one layout.
+
+    Args:
+        data: datasets with few validation samples.
+        source: a run of another layout, to resume.
+    """
+    groups = join(*layout)
+    model = load_model(groups, latest_checkpoint(Path(checkpoint))[0])
+    found: dict[str, Any] = {"logits": logits(groups, model, inputs)}
+    found["gradients"] = gradient_error(groups, checkpoint, gradients, save_dir)
+    again = configure(groups, checkpoint, save_dir, **{"model.recompute": "selective"})
+    found["packed"] = curve(groups, again, TEXT_ONLY, PackedLoader, most_steps=2)
+    found["validations"] = [validated(groups, checkpoint, folder, save_dir) for folder in data]
+    found["with terms"] = trained_with_terms(groups, checkpoint, save_dir)
+    # Saved after some steps; what follows is the same when it is resumed.
+    run = configure(groups, checkpoint, save_dir, name="-".join(map(str, layout)))
+    trainer = make_trainer(groups, run)
+    own = count_parameters(trainer.models, first_tp_rank=groups.tp_rank == 0)
+    found["parameters"] = sum_over_ranks(groups, own if groups.dp_rank == 0 else [0] * len(own))
+    loader = open_fake_loader(groups, trainer, run, 0)
+    begun = train_steps(groups, trainer, run, loader)
+    state = None if loader is None else loader.state()
+    save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), Path(checkpoint).parent / "hf", state)
+    found["losses"] = begun + train_steps(groups, trainer, run, loader)
+    found["resumed"] = resumed(groups, checkpoint, save_dir, run.name)
+    if source is not None:
+        found["resumed elsewhere"] = resumed(groups, checkpoint, save_dir, source)
+    return found
+
+
+def losses_in_bf16(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
+    """Return the losses of a few steps in fp32, and in bf16 with either implementation of layers."""
+    groups = join(*layout)
+    flags: dict[str, dict[str, Any]] = {"fp32": {}}
+    flags |= {
+        impl: {"training.precision": "bf16", "model.transformer_impl": impl} for impl in ("local", "transformer_engine")
+    }
+    return {
+        name: curve(groups, configure(groups, checkpoint, save_dir, **more), TEXT_ONLY, most_steps=4)["loss"]
+        for name, more in flags.items()
+    }
+
+
+def trained_with_terms(groups: Groups, checkpoint: str, save_dir: str) -> dict[str, list[Any]]:
+    """Return loss and what routers report in a few steps, with whole layers computed again."""
+    run = configure(groups, checkpoint, save_dir, **{"model.recompute": "full", "optimizer.lr": 1e-2} | TERMS)
+    trainer = make_trainer(groups, run)
+    loader = open_fake_loader(groups, trainer, run, 0)
+    found: dict[str, list[Any]] = {}
+    for _ in range(3):
+        number = GLOBAL_BATCH // (MICRO_BATCH * groups.dp_size)
+        batches, *_ = fetch_step(groups, loader, number, SkipBudget(0.0), trainer.fields)
+        chunks, optimizer = trainer.chunks, trainer.optimizer
+        step = train_step(groups, chunks, optimizer, trainer.scheduler, batches, GLOBAL_BATCH, loads=trainer.loads)
+        result = step.result()
+        found.setdefault("tokens", []).append([sum(layer) for layer in result.loads])
+        found.setdefault("loss", []).append(result.loss)
+        for name, (total, count) in result.sums.items():
+            found.setdefault(name, []).append(total / count)
+    return found
+
+
+def validated(groups: Groups, checkpoint: str, data: str, save_dir: str) -> list[Any]:
+    """Return loss and counts of a validation, of which some replicas have fewer micro-batches than others, or none."""
+    flags: dict[str, Any] = {"data.path": data, "data.num_workers": 0, "data.seq_length": 128}
+    flags |= {"validation.eval_interval": 1, "parallel.sequence_parallel": groups.tp_size > 1}
+    flags["training.micro_batch_size"] = 1
+    return train_and_validate(groups, checkpoint, save_dir, flags, 0)["validations"]
+
+
+def resumed(groups: Groups, checkpoint: str, save_dir: str, name: str) -> list[float]:
+    """Return the losses of a resumed run."""
+    run = configure(groups, checkpoint, save_dir, name=name, **{"checkpoint.load_optim": True})
+    trainer = make_trainer(groups, run)
+    progress, _ = resume(trainer)
+    assert progress.iteration == STEPS
+    return train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, STEPS))

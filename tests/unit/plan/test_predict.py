@@ -1,0 +1,163 @@
+"""Predictions: what follows from counting by hand, and what options must change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llava_mcore.config.load import load_run_config
+from llava_mcore.plan.balance import balanced_layers
+from llava_mcore.plan.efficiency import Efficiency
+from llava_mcore.plan.gpus import GIB, GPUS
+from llava_mcore.plan.layout import RunLayout, layout_of
+from llava_mcore.plan.material import packs_for
+from llava_mcore.plan.memory import layer_bytes
+from llava_mcore.plan.model import ConnectorShape, Decoder, ExpertShape, LinearShape, Model, Tower
+from llava_mcore.plan.predict import Prediction, predict
+from llava_mcore.plan.seconds import Machine
+from llava_mcore.plan.work import Sample, like_llava
+
+DECODER = Decoder(32, 4096, 11008, 32, 32, 128, 32064)
+TOWER = Tower(
+    kind="clip_vision_model", num_layers=23, all_layers=24, hidden=1024, ffn=4096, heads=16, gated=False, patch=14,
+    positions=577, patch_values=588, embedding=588 * 1024, small=577 * 1024 + 3 * 1024, layer_small=13 * 1024,
+    image_side=336, padded_ffn=4096,
+)  # fmt: skip
+MODEL = Model("llava", DECODER, TOWER, ConnectorShape((LinearShape(1024, 4096), LinearShape(4096, 4096)), 8192, 4096))
+"""LLaVA-1.5-7B."""
+H200 = Machine(GPUS["h200"], Efficiency())
+
+
+def layout(world: int = 2, **flags: Any) -> RunLayout:
+    common = {"data.packing": True, "data.seq_length": 4096, "training.micro_batch_size": 2}
+    common |= {"training.global_batch_size": 96, "parallel.use_distributed_optimizer": True}
+    return layout_of(load_run_config(None, (), common | flags), world, DECODER.num_layers)
+
+
+def predicted(chosen: RunLayout, model: Model = MODEL) -> Prediction:
+    return predict(model, chosen, packs_for(model, chosen, like_llava()), H200)
+
+
+def test_parameters_of_llava_7b() -> None:
+    # 6.738 billion of Llama with 64 more rows twice, 23 of 24 layers of CLIP-L, and the projector.
+    assert MODEL.language_parameters == 6_738_415_616 + 2 * 64 * 4096
+    assert MODEL.connector.parameters == 1024 * 4096 + 4096 * 4096 + 2 * 4096
+    assert MODEL.tower.parameters == pytest.approx(23 / 24 * 302e6 + 2e6, rel=0.01)
+
+
+def test_memory_that_does_not_depend_on_data() -> None:
+    memory = predicted(layout()).stages[0].memory
+    trained = MODEL.language_parameters + MODEL.connector.parameters
+    assert memory.weights == pytest.approx(2 * MODEL.parameters, rel=0.002)  # rows of padding
+    assert memory.gradients == pytest.approx(4 * trained, rel=0.002)
+    assert memory.optimizer == pytest.approx(12 * trained / 2, rel=0.002)
+
+
+def test_a_layer_keeps_what_its_backward_pass_reads() -> None:
+    plain = layout()
+    # Two norms with inputs and outputs, queries to values, attention's output, gate and value, activation.
+    assert layer_bytes(MODEL, plain) == 2 * (4 * 4096 + 3 * 4096 + 4096 + 2 * 11008 + 11008)
+    with_tp = layout(**{"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True})
+    assert layer_bytes(MODEL, with_tp) == layer_bytes(MODEL, plain) / 2
+    selective = layout(**{"model.recompute": "selective"})
+    assert layer_bytes(MODEL, selective) == 2 * (3 * 4096 + 3 * 4096 + 4096)
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds", "gib"),
+    [
+        ({}, 13.4, 110.4),
+        ({"parallel.pipeline_model_parallel_size": 2}, 14.0, 92.5),
+        ({"training.fp8": True}, 8.9, 119.6),
+    ],
+)
+def test_measured_runs_on_two_h200s(flags: dict[str, Any], seconds: float, gib: float) -> None:
+    prediction = predicted(layout(**flags))
+    assert prediction.seconds == pytest.approx(seconds, rel=0.1)
+    assert prediction.reserved == pytest.approx(gib, rel=0.05)
+
+
+def test_options_change_what_they_should() -> None:
+    plain = predicted(layout())
+
+    def other(**flags: Any) -> Prediction:
+        return predicted(layout(**{key.replace("__", "."): value for key, value in flags.items()}))
+
+    full = other(model__recompute="full")
+    assert full.reserved < plain.reserved
+    assert full.seconds == pytest.approx(4 / 3 * plain.seconds, rel=0.1)
+    assert plain.reserved > other(model__recompute="selective").reserved > full.reserved
+    moments = other(
+        optimizer__use_precision_aware_optimizer=True,
+        optimizer__exp_avg_dtype="bf16",
+        optimizer__exp_avg_sq_dtype="bf16",
+    )
+    saved = 4 * (MODEL.language_parameters + MODEL.connector.parameters) / 2 / GIB
+    assert plain.reserved - moments.reserved == pytest.approx(saved, rel=0.02)
+    assert other(model__freeze_vision_model=False).seconds > plain.seconds
+    lora = other(adapter__r=64)
+    assert lora.reserved < plain.reserved - 50
+    assert other(adapter__r=64, adapter__quantize="nf4").reserved < lora.reserved - 8
+    assert other(parallel__use_distributed_optimizer=False).reserved > plain.reserved + 30
+    graphs = other(model__cuda_graphs=True)
+    assert graphs.reserved > plain.reserved
+    interleaved = other(parallel__pipeline_model_parallel_size=2, parallel__num_layers_per_virtual_pipeline_stage=4)
+    assert interleaved.bubble < other(parallel__pipeline_model_parallel_size=2).bubble
+
+
+def test_stages_are_balanced_with_a_heavy_tower() -> None:
+    heavy = replace(MODEL, tower=replace(TOWER, num_layers=46, hidden=3200, padded_ffn=12800, heads=25))
+    chosen = layout(**{"parallel.pipeline_model_parallel_size": 2, "model.freeze_vision_model": False})
+    packs = packs_for(heavy, chosen, like_llava())
+    layers = balanced_layers(heavy, chosen, packs, H200)
+    assert sum(layers) == 32
+    assert layers[0] < 13
+    naive = predict(heavy, chosen, packs, H200)
+    balanced = predict(heavy, replace(chosen, layers=layers), packs, H200)
+    assert balanced.seconds < 0.85 * naive.seconds
+    times = [stage.seconds for stage in balanced.stages]
+    assert max(times) / min(times) < 1.15
+    # No division is faster.
+    others = [predict(heavy, replace(chosen, layers=(n, 32 - n)), packs, H200).seconds for n in range(1, 32)]
+    assert balanced.seconds == pytest.approx(min(others), rel=0.01)
+
+
+def test_a_sample_that_is_too_long_is_left_out() -> None:
+    chosen = layout(**{"data.packing": False, "data.seq_length": 1024})
+    short, long = Sample(400, 200), Sample(4000, 2000)
+    assert packs_for(MODEL, chosen, [short, long]).mean.tokens == 400
+    with pytest.raises(ValueError, match="4000 tokens"):
+        packs_for(MODEL, chosen, [long])
+
+
+def test_experts() -> None:
+    experts = ExpertShape(count=128, chosen=8, ffn=768, layers=48)
+    decoder = Decoder(48, 2048, 0, 32, 4, 128, 151936, head_norms=True, experts=experts)
+    model = replace(MODEL, decoder=decoder)
+    # Qwen3-30B-A3B has 30.5 billion parameters.
+    assert model.language_parameters == pytest.approx(30.53e9, rel=0.001)
+    chosen = replace(layout(8), layers=(48,), recompute="full")
+
+    def with_ep(ep: int) -> Prediction:
+        return predicted(replace(chosen, ep=ep), model)
+
+    one, four, eight = with_ep(1), with_ep(4), with_ep(8)
+    all_experts = 48 * 128 * 3 * 2048 * 768
+    saved = one.stages[0].memory, four.stages[0].memory
+    assert saved[0].weights - saved[1].weights == pytest.approx(2 * 0.75 * all_experts)
+    assert saved[0].gradients - saved[1].gradients == pytest.approx(4 * 0.75 * all_experts)
+    # The state of an expert is on one rank, whoever divides the experts: they have fewer replicas.
+    assert saved[0].optimizer == pytest.approx(saved[1].optimizer)
+    assert eight.reserved < four.reserved < one.reserved
+    assert eight.stages[0].forward.messages > four.stages[0].forward.messages > one.stages[0].forward.messages == 0
+    # A token meets 8 of 128 experts: the products take as long as those of an MLP of 8 times their width, or longer.
+    dense = replace(MODEL, decoder=replace(decoder, ffn=8 * 768, experts=None))
+    ratio = eight.stages[0].forward.layers / predicted(chosen, dense).stages[0].forward.layers
+    assert 1 < ratio < 2
+    selective = predicted(replace(chosen, recompute="selective"), model)
+    assert (
+        selective.stages[0].memory.activations
+        == predicted(replace(chosen, recompute="none"), model).stages[0].memory.activations
+    )

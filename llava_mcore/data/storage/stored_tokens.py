@@ -102,9 +102,9 @@ class TokensOfShard:
             length = LENGTH.unpack_from(begin, len(MAGIC))[0]
             header = json.loads(begin[start : start + length])
             self.fingerprint, num_samples = str(header["by"]), int(header["samples"])
-            found = shard.stat().st_size
-            if header["bytes"] != found:
-                raise ValueError(f"it belongs to a shard of {header['bytes']} bytes, but {shard.name} has {found}")
+            num_bytes = shard.stat().st_size
+            if header["bytes"] != num_bytes:
+                raise ValueError(f"it belongs to a shard of {header['bytes']} bytes, but {shard.name} has {num_bytes}")
             offsets = os.pread(self._file.fileno(), 8 * (num_samples + 1), start + length)
             self._offsets = np.frombuffer(offsets, "<u8")
             if len(self._offsets) != num_samples + 1 or self._offsets[-1] != size:

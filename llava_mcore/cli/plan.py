@@ -176,7 +176,9 @@ def _given_alone(searched: Searched, words: str, args: argparse.Namespace) -> in
     fits = prediction.memory <= searched.gpu.usable
     lines = [*report.head(searched, words), "", *report.table([candidate], searched.world)]
     lines += ["", *report.stages(prediction)]
-    lines += [] if fits else ["", f"does not fit: {prediction.memory:.1f} GiB of {searched.gpu.usable:.1f} (95 % of a GPU's memory)"]
+    if not fits:
+        usable = f"{searched.gpu.usable:.1f} (95 % of a GPU's memory)"
+        lines += ["", f"does not fit: {prediction.memory:.1f} GiB of {usable}"]
     print("\n".join(lines))
     _draw(candidate, args.draw)
     return 0 if fits else 2

@@ -83,7 +83,7 @@ def stages(prediction: Prediction) -> list[str]:
     for name, stage, index in _rows(prediction):
         values = [vars(stage.memory)[x] / GIB for x in memory] + [stage.memory.total / GIB]
         layers = prediction.layout.layers[index]
-        lines.append(f"  {name:>5} {layers:6}  " + " ".join(f"{x:9.2f}" for x in values))
+        lines.append(f"  {name:>5} {layers:6}  " + " ".join(f"{x:11.2f}" for x in values))
     parts = tuple(vars(prediction.stages[0].forward))
     lines += [
         "ms of a micro-batch by stage, both passes:",
@@ -91,7 +91,7 @@ def stages(prediction: Prediction) -> list[str]:
     ]
     for name, stage, _ in _rows(prediction):
         both = stage.forward + stage.backward
-        lines.append(f"  {name:>5}  " + " ".join(f"{1e3 * x:9.1f}" for x in (*vars(both).values(), both.total)))
+        lines.append(f"  {name:>5}  " + " ".join(f"{1e3 * x:11.1f}" for x in (*vars(both).values(), both.total)))
     p = prediction
     lines.append(
         f"a step: {p.passes:.3f} s of passes with a bubble of {p.bubble:.3f} s, {p.messages:.3f} s of exposed messages "
@@ -100,12 +100,8 @@ def stages(prediction: Prediction) -> list[str]:
     return lines
 
 
-SHORT = {"activations": "activ."}
-"""Names of columns that are too long."""
-
-
 def _names(columns: Sequence[str]) -> str:
-    return " ".join(f"{SHORT.get(x, x.split('_')[0]):>9}" for x in (*columns, "total"))
+    return " ".join(f"{x.split('_')[0]:>11}" for x in (*columns, "total"))
 
 
 def _rows(prediction: Prediction) -> list[tuple[str, Stage, int]]:
@@ -155,7 +151,8 @@ def left_out(result: SearchResult, limit: float) -> list[str]:
     if result.too_large:
         nearest = result.too_large[0].prediction
         lines.append(
-            f"{len(result.too_large)} layouts need more than {limit:.1f} GiB, 95 % of a GPU's memory; the nearest {nearest.memory:.1f}: "
+            f"{len(result.too_large)} layouts need more than {limit:.1f} GiB, 95 % of a GPU's memory; "
+            f"the nearest {nearest.memory:.1f}: "
             f"{describe(nearest.layout)}"
         )
     reasons = result.refused.most_common()

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 STEPS = ("imports", "preflight", "tokenizer", "loader", "first batch")
-EARLY, LATE = 100, 2000
-"""Batches after which positions and memory are measured."""
+MEASURED_AFTER = (100, 900, 2000)
+"""Batches after which positions and memory are measured. By the second, each of the 768 streams has had its first."""
 
 
 def cpu_seconds() -> float:
@@ -62,10 +62,12 @@ def child(options: argparse.Namespace) -> None:
     next(loader)
     done.append(cpu_seconds())
     row = {step: after - before for step, before, after in zip(STEPS, done[:-1], done[1:], strict=True)}
-    for count, name in ((EARLY, "early"), (LATE - EARLY, "late")):
-        for _ in range(count):
+    done_before = 0
+    for count in MEASURED_AFTER:
+        for _ in range(count - done_before):
             next(loader)
-        row |= {f"position ms, {name}": position_ms(loader), f"memory MiB, {name}": memory()}
+        done_before = count
+        row |= {f"position ms, {count}": position_ms(loader), f"memory MiB, {count}": memory()}
     loader.close()
     print(json.dumps(row), file=sys.__stdout__, flush=True)
 
@@ -106,6 +108,7 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, default=20_000)
     parser.add_argument("--samples-per-shard", type=int, default=1000)
     parser.add_argument("--dp-size", type=int, default=1, help="data-parallel ranks, of which one is measured")
+    parser.add_argument("--num-workers", type=int, nargs="+", default=[0, 2], help="numbers of loader processes")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     parser.add_argument("--child", dest="path", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--hf", type=Path, help=argparse.SUPPRESS)
@@ -121,7 +124,7 @@ def main() -> None:
             path, hf = make_data(Path(folder), options.num_shards, options.samples_per_shard)
         total = options.num_shards * options.samples_per_shard
         console.print(f"{total:,} samples in {options.num_shards:,} shards; {os.cpu_count()} cores; CPU seconds")
-        for workers in (0, 2):
+        for workers in options.num_workers:
             for packing in (False, True):
                 flags = ["--workers", str(workers), "--dp-size", str(options.dp_size)]
                 row = measure(path, hf, *flags, *(["--packing"] if packing else []))

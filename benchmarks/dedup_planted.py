@@ -5,8 +5,8 @@
 
 Of some pictures of each package there are copies: resized, compressed as JPEG, both, with other colors, with a few
 words of the text changed, and with another question. All other samples have the same text, so that pictures alone
-decide. A pair that was found is right if both are copies of one picture. Emoji are all different by their code; the
-clip art has drawings more than once, so the pairs of different files are written to `--out` to be looked at.
+decide. A pair that was found is right if both are copies of one picture; files with equal pixels, of which the clip art
+has some, are one. The other pairs are written to `--out` to be looked at.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ def sheet(pairs: list[tuple[bytes, bytes]], file: Path) -> None:
 def measure(name: str, options: argparse.Namespace) -> dict[str, object]:
     """Return precision, and recall by kind, on one source."""
     draw = random.Random(options.seed)
-    names, planted = [], []
-    for original, (label, drawing) in enumerate(SOURCES[name](options.num_pictures, draw)):
+    names, planted, known = [], list[Planted](), dict[bytes, int]()
+    for number, (label, drawing) in enumerate(SOURCES[name](options.num_pictures, draw)):
         names.append(label)
-        made = copies(original, drawing, draw)
-        planted += made if original % options.every == 0 else made[:1]
+        made = copies(known.setdefault(on_white(drawing).tobytes(), number), drawing, draw)
+        planted += made if number % options.every == 0 else made[:1]
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         path = write_shards(Path(folder) / "shards", [x.sample for x in planted], 1)

@@ -29,6 +29,13 @@ from tests.helpers.tiny_hf import make_hf_llava
 PACKAGE = "llava_mcore"
 SMALL, LONG = 40, 30
 """Lines: a small file has fewer, a long function as many or more."""
+LARGE_FOLDER = 16
+KEPT_FOLDERS = {
+    "cli": "a file for each command",
+    "compat": "a file for each library or part of one that is patched",
+    "models.language": "a file for each family and kind of layer",
+}
+"""Folders that may have more modules, and why."""
 DANGLING = re.compile(r"(Of|What|Whose)\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Row = tuple[str, str, str]
@@ -124,6 +131,7 @@ def file_rows(sources: list[Source]) -> list[Row]:
         (f"files of fewer than {SMALL} lines", f"{sum(x.lines < SMALL for x in modules)}", "fewer"),
         ("modules that one other imports", f"{sum(importers[x.module] == 1 for x in modules)}", "fewer"),
         ("file names in several folders", f"{sum(count > 1 for count in names.values())}", "fewer"),
+        (f"folders of more than {LARGE_FOLDER} modules", ", ".join(large_folders(modules)) or "none", "none"),
         ("lines of imports", f"{share:.1%}", "about 5 %"),
         ("lines of comments", f"{sum(map(len, comments.values())) / code:.1%}", "more"),
         (
@@ -138,6 +146,13 @@ def file_rows(sources: list[Source]) -> list[Row]:
             "0",
         ),
     ]
+
+
+def large_folders(modules: list[Source]) -> list[str]:
+    """Return the folders of too many modules, with the reason of those that may have them."""
+    counts = collections.Counter(x.module.rpartition(".")[0].partition(".")[2] for x in modules)
+    large = [(name, count) for name, count in counts.most_common() if count > LARGE_FOLDER]
+    return [f"{name} {count}" + (f" ({KEPT_FOLDERS[name]})" if name in KEPT_FOLDERS else "") for name, count in large]
 
 
 def way_rows(root: Path, sources: list[Source]) -> list[Row]:

@@ -129,8 +129,16 @@ def trained_parameters(plan: LoraSettings, layers: ModelLayers) -> dict[str, boo
     """Return for every parameter of the model itself, by its Megatron name, whether it is trained with the adapter.
 
     Raises:
-        ConfigError: only a part of one of our parameters would be trained.
+        ConfigError: only a part of one of our parameters would be trained, or experts would be.
     """
+    experts = [
+        x.name for x in layers.parameters if layers.entries[x.megatron].shard.experts and _is_trained(x.name, plan)
+    ]
+    if experts:
+        raise ConfigError(
+            f"--lora-modules-to-save: experts are not trained beside adapters, and {experts[0]} is of that kind: name "
+            "other modules, or train the model without adapters"
+        )
     trained: dict[str, bool] = {}
     divided: dict[str, list[str]] = {}
     for parameter in layers.parameters:

@@ -33,6 +33,7 @@ from llava_mcore.build.chat_template import choose_template
 from llava_mcore.build.compose import init_projector
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import ModelSource, check_loaded, find_source, reading, require_clear_weights
+from llava_mcore.build.upcycle import load_language_model, require_dense
 from llava_mcore.build.write_folder import Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.atomic import require_absent
@@ -70,7 +71,7 @@ def build_audio(options: BuildOptions, say: Say) -> list[Part]:
     text_source = find_source(options.text_model, "--text-model", gguf_file=options.gguf_file, may_be_gguf=True)
     source = find_source(options.audio_model, "--audio-model")
     # Small files first: errors are reported before gigabytes are read.
-    language.load_language_config(text_source)
+    require_dense(language.load_language_config(text_source), text_source, options.upcycle)
     encoder_config = load_encoder_config(source)
     extractor = load_extractor(source)
     check_extractor(extractor, encoder_config)
@@ -83,7 +84,7 @@ def build_audio(options: BuildOptions, say: Say) -> list[Part]:
     # The weights of both parts.
     say(f"language model: {text_source}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    text = language.load_language_model(text_source, dtype, say)
+    text = load_language_model(text_source, dtype, options.upcycle, seed=options.seed, say=say)
     fit_vocabulary(text, tokenizer, pad=options.vocab_size_padding, say=say)
     say(f"audio encoder: {source}")
     encoder = load_encoder(source, encoder_config, text.dtype)

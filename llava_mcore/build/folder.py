@@ -25,6 +25,7 @@ from llava_mcore.build.compose import compose, whole_config
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.options import BuildOptions, Say
 from llava_mcore.build.sources import ModelSource, find_source
+from llava_mcore.build.upcycle import load_language_model, require_dense
 from llava_mcore.build.write_folder import PROBE, Part, check_text, count, fit_vocabulary, require_size, write_folder
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.atomic import require_absent
@@ -69,6 +70,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     kind, sources = folder_class(options), find_sources(options)
     # Small files first: errors are reported before gigabytes are read.
     text_config = language.load_language_config(sources.text)
+    require_dense(text_config, sources.text, options.upcycle)
     own_config = vision.load_vision_config(sources.vision)
     kind.require_tower(own_config, options)
     positions = None if kind.resamples else text_config.max_position_embeddings
@@ -90,7 +92,7 @@ def build_llava(options: BuildOptions, say: Say) -> list[Part]:
     # The weights of both parts.
     say(f"language model: {sources.text}")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    text = language.load_language_model(sources.text, dtype, say)
+    text = load_language_model(sources.text, dtype, options.upcycle, seed=options.seed, say=say)
     fit_vocabulary(text, tokenizer, pad=options.vocab_size_padding, say=say)
     say(f"vision tower: {sources.vision}")
     if side != image_side(own_config):

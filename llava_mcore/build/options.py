@@ -40,7 +40,9 @@ class BuildOptions:
         vision_feature_layers: indices into the tower's hidden states (0 is the embedding), as in LlavaConfig; None:
             the class's default.
         vision_feature_select_strategy: None: "default" (drop the class token) for CLIP and "full" for SigLIP.
-        seed: seed of the projector's initial weights.
+        upcycle: E and K: the MLPs of the language model become mixtures of E experts, K of them for each token; None:
+            the language model stays as it is.
+        seed: seed of the projector's initial weights, and of routers.
         max_shard_size: maximum size of a weight file, such as "5GB".
     """
 
@@ -60,5 +62,6 @@ class BuildOptions:
     image_size: int | None = None
     vision_feature_layers: tuple[int, ...] | None = None
     vision_feature_select_strategy: Literal["default", "full"] | None = None
+    upcycle: tuple[int, int] | None = None
     seed: int = 1234
     max_shard_size: str = "5GB"

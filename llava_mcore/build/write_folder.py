@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def _write_into(
     try:
         model.save_pretrained(
             partial,
-            state_dict=dict(tensors),
+            state_dict=dict(one_by_one(tensors)),
             save_original_format=False,  # which would rename again
             max_shard_size=options.max_shard_size,
         )
@@ -108,6 +108,19 @@ def _write_into(
         raise ConversionError(f"{options.save_dir}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of files, which have a matrix of each expert where transformers' model has all in one."""
+    parts = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+    for name, tensor in tensors.items():
+        end = next((end for end in parts if name.endswith(end)), None)
+        if end is None:
+            yield name, tensor
+            continue
+        for i, matrix in enumerate(tensor):
+            for part, rows in zip(parts[end], matrix.chunk(len(parts[end])), strict=True):
+                yield f"{name.removesuffix(end)}.experts.{i}.{part}.weight", rows.clone()
 
 
 def _make_readable(folder: Path) -> None:

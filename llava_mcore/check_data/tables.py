@@ -30,6 +30,7 @@ def print_report(report: DataReport, console: Console) -> None:
     for level in ("stop", "left out", "remark"):
         for group in tally.problems(level):
             _print_group(group, console)
+    # Notes: nothing here prevents training.
     for remark in report.remarks:
         _line(console, f"note: {remark}")
     if tally.num_without_fps:

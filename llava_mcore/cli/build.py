@@ -104,6 +104,13 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         help="round the vocabulary up to a multiple of 128",
     )
     group.add_argument(
+        "--upcycle",
+        type=_two_numbers,
+        metavar="E,K",
+        help="turn the MLPs of a Qwen3 into mixtures of E experts, copies of which each token uses K; it computes the "
+        "same until it is trained",
+    )
+    group.add_argument(
         "--expand-projector",
         action="store_true",
         help="let the projector read a second layer of the tower, half as deep as the first, which makes its input "
@@ -133,6 +140,12 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _two_numbers(text: str) -> tuple[int, int]:
+    """Return two whole numbers that a comma divides. Raises ValueError, which argparse reports."""
+    first, second = text.split(",")
+    return int(first), int(second)
+
+
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--save-dir", type=Path, required=True, metavar="DIR", help="folder to write; must be new or empty"
@@ -151,7 +164,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1234,
         metavar="N",
-        help="seed of the projector's initial weights, with --tiny of all weights (default: %(default)s)",
+        help="seed of the projector's initial weights and of new routers, with --tiny of all weights (default: "
+        "%(default)s)",
     )
     group.add_argument("--sif-path", type=Path, metavar="FILE", help="run the same command in this Singularity image")
 
@@ -216,6 +230,7 @@ def _build(args: argparse.Namespace) -> Sequence[Part]:
         image_size=args.image_size,
         vision_feature_layers=None if args.vision_feature_layer is None else tuple(args.vision_feature_layer),
         vision_feature_select_strategy=args.vision_feature_select_strategy,
+        upcycle=args.upcycle,
         seed=args.seed,
         max_shard_size=args.max_shard_size,
     )

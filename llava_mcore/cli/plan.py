@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     lines = [*report.head(searched, words), "", *report.table(result.fitting[: args.top], searched.world), ""]
     lines += ["The first one:", *report.stages(best.prediction), "", "Left out:"]
-    lines += [*report.left_out(result, searched.gpu.memory), "", command]
+    lines += [*report.left_out(result, searched.gpu.usable), "", command]
     print("\n".join(lines))
     _draw(best, args.draw)
     return 0
@@ -173,10 +173,10 @@ def _given_alone(searched: Searched, words: str, args: argparse.Namespace) -> in
     if args.json:
         print(json.dumps(report.as_json(SearchResult([candidate]), searched, words), indent=1))
         return 0
-    fits = prediction.memory <= searched.gpu.memory
+    fits = prediction.memory <= searched.gpu.usable
     lines = [*report.head(searched, words), "", *report.table([candidate], searched.world)]
     lines += ["", *report.stages(prediction)]
-    lines += [] if fits else ["", f"does not fit: {prediction.memory:.1f} of {searched.gpu.memory:g} GiB"]
+    lines += [] if fits else ["", f"does not fit: {prediction.memory:.1f} GiB of {searched.gpu.usable:.1f} (95 % of a GPU's memory)"]
     print("\n".join(lines))
     _draw(candidate, args.draw)
     return 0 if fits else 2
@@ -199,7 +199,7 @@ def _compare(searched: Searched, words: str, args: argparse.Namespace) -> int:
 
 def _nothing_fits(result: SearchResult, searched: Searched) -> str:
     """Return what is nearest and what would make it fit."""
-    lines = report.left_out(result, searched.gpu.memory)
+    lines = report.left_out(result, searched.gpu.usable)
     advice = []
     if result.too_large:
         advice.append("more --gpus, or a kind with more memory")

@@ -45,14 +45,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _submit(config: RunConfig, command_line: CommandLine) -> int:
-    """Write SAVE_DIR/NAME/train.sbatch and submit it; with --dry-run, print it."""
+    """Write SAVE_DIR/NAME/train.sbatch and submit it, unless the run is complete; with --dry-run, print it."""
     passed_on = [text for text in command_line.arguments if text not in ("--submit", "--dry-run")]
     job = prepare_job(config, passed_on, command_line.typed)
     for note in job.notes:
         print(f"note: {note}", file=sys.stderr)
     if command_line.dry_run:
         print(f"# {job.file}\n{job.text}", end="")
-    else:
+    if job.completion is not None:
+        print(f"{job.completion}\nno job was submitted", file=sys.stderr if command_line.dry_run else sys.stdout)
+    elif not command_line.dry_run:
         print(f"submitted {job.file} as SLURM job {submit(job)}")
     return 0
 

@@ -73,6 +73,7 @@ def pad_for_gloo() -> None:
     ) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(x, group, output_split_sizes, *args, **kwargs)
+        # Everyone sends as many rows as the longest part has, and drops the padding of the others.
         most_rows = max(output_split_sizes)
         everyone = gather(_padded(x, most_rows), group, None, *args, **kwargs)
         parts = zip(everyone.split(most_rows), output_split_sizes, strict=True) if most_rows else []

@@ -50,6 +50,7 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
         if rank == 0 or not error.on_all_ranks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    # The outputs of all modules and the logits, gathered from tensor-parallel ranks.
     recorder = Recorder()
     watch_ours(recorder, model, job_options["names"], lambda x: _gather(groups, x))
     result: dict[str, Any] = {"logits": forward(model, job_options["inputs"]), "modules": recorder.outputs}

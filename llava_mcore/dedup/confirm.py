@@ -16,7 +16,7 @@ from llava_mcore.dedup.signature import SamplePlace, images_of, jaccard, text_of
 
 SIDE, BLOCKS = 32, 8
 """Images are compared as SIDE x SIDE pixels, in BLOCKS x BLOCKS blocks; in finer ones, copies of thin lines differ."""
-MAX_DIFFERENCE = 0.05
+MAX_DIFFERENCE = 0.045
 """Mean difference of color values from 0 to 1."""
 MAX_RELATIVE = 0.35
 """Root of the mean squared difference, as a fraction of the image's own standard deviation: drawings of few lines have

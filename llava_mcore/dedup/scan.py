@@ -75,6 +75,7 @@ def scan(library: Library, *, num_workers: int, on_samples: Callable[[int], None
         multiprocessing_context="fork" if num_workers else None,
         worker_init_fn=loader_process_init(),
     )
+    # Results come in the order of the samples, whichever process has read them.
     result = ScanResult()
     try:
         for chunk in loader:

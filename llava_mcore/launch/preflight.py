@@ -165,13 +165,14 @@ def _model_exists(run: RunConfig, start: StartPoint | None) -> bool:
 def preflight_of_job(
     run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Return what prevents a job in an image from starting, and what this machine cannot check.
+    """Return what prevents a job from starting, and what this machine cannot check.
 
-    The image, the model and the data have the same paths on the nodes. Without our libraries on this machine, only that
-    they exist is checked.
+    An image, the model and the data have the same paths on the nodes. If the job runs in an image, and this machine is
+    without our libraries, only that they exist is checked.
     """
+    if run.launch.sif_path is None:
+        return preflight(run, world_size, gpu_count, typed), []
     errors: list[str] = []
-    assert run.launch.sif_path is not None
     with collecting(errors):
         require_image(run.launch.sif_path)
     # All checks of a run, where this machine has the libraries for them.

@@ -19,7 +19,7 @@ from llava_mcore.launch import slurm
 from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.forecast import completed
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve
+from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve, with_epochs
 from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
@@ -178,11 +178,12 @@ def _without_submit(keys: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A batch file for SLURM: its path, its text, and what the user should know before it is submitted."""
+    """A batch file for SLURM: its path, its text, what the user should know first, and `completion` as in Launch."""
 
     file: Path
     text: str
     notes: tuple[str, ...] = ()
+    completion: str | None = None
 
 
 def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str] = ()) -> BatchJob:
@@ -200,18 +201,15 @@ def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str
     if gpus < 0:
         raise ConfigError("--submit needs the number of GPUs per node (with --backend gloo: of processes): give -g")
     run, world_size = resolve(typed, gpus if on_gpus else 0)
-    num_gpus, notes = gpus if on_gpus else 0, list[str]()
-    if run.launch.sif_path is not None:
-        errors, notes = preflight_of_job(run, world_size, num_gpus, keys)
-    else:
-        errors = preflight(run, world_size, num_gpus, keys)
+    errors, notes = preflight_of_job(run, world_size, gpus if on_gpus else 0, keys)
     if errors:
         raise ConfigError(problems("The run cannot start", errors))
+    finished = None if notes else completion(with_epochs(run))
     if run.checkpoint.unsaved is not None:
         notes.append(run.checkpoint.unsaved)
     cpus = _cpus_per_node(run)
     text = batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus, cpus=cpus)
-    return BatchJob(run.run_dir / BATCH_FILE, text, tuple(notes))
+    return BatchJob(run.run_dir / BATCH_FILE, text, tuple(notes), finished)
 
 
 def _cpus_per_node(run: RunConfig) -> int:

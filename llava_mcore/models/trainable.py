@@ -19,6 +19,7 @@ from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.weights.names import FUSED_DELTA_NORM, FUSED_NORMS
 
 PARTS = ("vision_model", "vision_projection", "language_model")
+_LISTED = 4  # names of one parameter in a message
 _LAYERS = "language_model.decoder.layers."
 
 
@@ -64,7 +65,8 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
     trained = {piece.parameter: value for piece, value in state.items()}
     divided = dict.fromkeys(piece.parameter for piece, value in state.items() if trained[piece.parameter] != value)
     for parameter in list(divided)[:1]:
-        parts = ", ".join(piece.names[1] for piece in pieces if piece.parameter == parameter)
+        names = [piece.names[1] for piece in pieces if piece.parameter == parameter]
+        parts = ", ".join(names[:_LISTED]) + (" and the like" if len(names) > _LISTED else "")
         more = f" (and {len(divided) - 1} parameters like it)" if len(divided) > 1 else ""
         errors.append(f"{parameter}{more} is one parameter, so choose all of {parts}, or none")
     # One message with everything that is wrong.

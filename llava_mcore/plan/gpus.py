@@ -35,6 +35,11 @@ class Gpu:
     devices: tuple[str, ...] = ()
     """Names by torch.cuda.get_device_name."""
 
+    @property
+    def usable(self) -> float:
+        """GiB that a plan may fill: 5 % stay free, since predictions are off by as much."""
+        return 0.95 * self.memory
+
 
 _PCIE4, _PCIE5 = 32e9, 64e9
 

@@ -10,7 +10,7 @@ from llava_mcore.config.rules.dims import ModelDims
 
 
 @dataclass(frozen=True)
-class MixtureShape:
+class ExpertShape:
     """Mixtures of experts in place of MLPs. `count`: experts of a layer; `chosen`: those of a token; `ffn`, `shared`:
     width inside one of them, and inside what all tokens share; `layers`: layers that have a mixture."""
 
@@ -55,7 +55,7 @@ class Decoder:
     """Parameters of a delta net beside its matrices."""
     delta_heads: tuple[int, int] = (0, 0)
     """Of keys and of values."""
-    experts: MixtureShape | None = None
+    experts: ExpertShape | None = None
 
     @property
     def queries(self) -> int:

@@ -111,9 +111,9 @@ def _after_passes(model: Model, layout: RunLayout, machine: Machine) -> tuple[fl
     hidden_reduce = fit.exposed if layout.overlap_grad_reduce else 1.0
     hidden_gather = fit.exposed if layout.overlap_param_gather else 1.0
     exposed = reduce * hidden_reduce + gather * hidden_gather
-    owned_count = owned(layout, parameters)
+    local = owned(layout, parameters)
     # Read and written: master weight and moments; read: gradients, also for their norm; written: weights, zeros.
-    update = machine.moved(owned_count * (2 * layout.state_bytes + 4 + 2) + trained * 8)
+    update = machine.moved(local * (2 * layout.state_bytes + 4 + 2) + trained * 8)
     if layout.offloaded_bytes:
-        update += owned_count * 6 / 25e9 + owned_count * 16 / 100e9  # over PCIe, and in the host's memory
+        update += local * 6 / 25e9 + local * 16 / 100e9  # over PCIe, and in the host's memory
     return exposed, update + fit.host_step

@@ -9,7 +9,7 @@ from typing import Any
 
 from llava_mcore.errors import ConfigError
 from llava_mcore.plan.defaults import CLASSES, PARTS, TEXTS, TOWERS, Values
-from llava_mcore.plan.model import Decoder, MixtureShape, Model, TileRules
+from llava_mcore.plan.model import Decoder, ExpertShape, Model, TileRules
 from llava_mcore.plan.towers import read_connector, read_tower
 
 _NORMS = {"gemma2": 4, "gemma3_text": 4}
@@ -136,12 +136,12 @@ def _decoder(kind: str, text: Values, *, tied: bool) -> Decoder:
     )
 
 
-def _experts(text: Values) -> MixtureShape:
+def _experts(text: Values) -> ExpertShape:
     """Return the mixtures of a decoder."""
     layers = range(int(text["num_hidden_layers"]))
     step, dense = int(text.get("decoder_sparse_step", 1)), text.get("mlp_only_layers", [])
     sparse = sum(i not in dense and (i + 1) % step == 0 for i in layers)
-    return MixtureShape(
+    return ExpertShape(
         count=int(text["num_local_experts"] if "num_local_experts" in text else text["num_experts"]),
         chosen=int(text["num_experts_per_tok"]),
         ffn=int(text["moe_intermediate_size"]),

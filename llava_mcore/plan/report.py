@@ -100,8 +100,12 @@ def stages(prediction: Prediction) -> list[str]:
     return lines
 
 
+SHORT = {"activations": "activ."}
+"""Names of columns that are too long."""
+
+
 def _names(columns: Sequence[str]) -> str:
-    return " ".join(f"{x.split('_')[0][:9]:>9}" for x in (*columns, "total"))
+    return " ".join(f"{SHORT.get(x, x.split('_')[0]):>9}" for x in (*columns, "total"))
 
 
 def _rows(prediction: Prediction) -> list[tuple[str, Stage, int]]:
@@ -151,7 +155,7 @@ def left_out(result: SearchResult, limit: float) -> list[str]:
     if result.too_large:
         nearest = result.too_large[0].prediction
         lines.append(
-            f"{len(result.too_large)} layouts need more than {limit:g} GiB; the nearest {nearest.memory:.1f}: "
+            f"{len(result.too_large)} layouts need more than {limit:.1f} GiB, 95 % of a GPU's memory; the nearest {nearest.memory:.1f}: "
             f"{describe(nearest.layout)}"
         )
     reasons = result.refused.most_common()

@@ -105,7 +105,7 @@ def search(searched: Searched) -> SearchResult:
             result.refused[problems[0]] += 1
             continue
         candidate = Candidate(changes, run, searched.predict(run))
-        fits = candidate.prediction.memory <= searched.gpu.memory
+        fits = candidate.prediction.memory <= searched.gpu.usable
         (result.fitting if fits else result.too_large).append(candidate)
     result.fitting.sort(key=lambda x: (-round(x.prediction.tokens_per_second), x.prediction.memory))
     result.too_large.sort(key=lambda x: x.prediction.memory)

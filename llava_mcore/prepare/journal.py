@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from llava_mcore.data.storage.dataset_path import META, SCRATCH
+from llava_mcore.data.storage.stored_tokens import tokens_file
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.atomic import move, write_synced
 from llava_mcore.prepare.counts import ShardReport
@@ -115,6 +116,7 @@ class Journal:
             if report.name is not None:
                 (self.folder / report.name).unlink(missing_ok=True)
                 (self.folder / f"{report.name}.idx").unlink(missing_ok=True)
+                tokens_file(self.folder / report.name).unlink(missing_ok=True)
         for notes in (*self.scratch.glob(rows_name("*")), *self.scratch.glob("*.arrow")):
             notes.unlink()
         self._offsets = {}

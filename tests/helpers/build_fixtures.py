@@ -12,7 +12,9 @@ import pytest
 from llava_mcore.build.folder import build_llava
 from llava_mcore.build.options import BuildOptions
 from tests.helpers.build_parts import save_text, save_vision
-from tests.helpers.tiny_hf import TEXTS
+from tests.helpers.tiny_hf import TEXTS, TEXTS_WITH_EXPERTS
+
+ALL_TEXTS = {**TEXTS, **TEXTS_WITH_EXPERTS}
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +26,7 @@ def tiny_parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = (kind, *sorted(how.items()))
         if key not in made:
             folder = root / str(len(made))
-            made[key] = save_text(folder, kind, **how) if kind in TEXTS else save_vision(folder, kind, **how)
+            made[key] = save_text(folder, kind, **how) if kind in ALL_TEXTS else save_vision(folder, kind, **how)
         return made[key]
 
     return get

@@ -29,6 +29,8 @@ LAYOUTS: dict[Layout, int] = {
     (2, 1, 2, 1): 2,
     (1, 2, 2, 1): 4,
     (2, 2, 2, 1): 4,
+    (2, 1, 2, 2): 4,
+    (2, 1, 1, 1): 2,
 }
 """tp, pp, ep, etp, and the number of processes. Each resumes what the one before it has saved."""
 ONE: Layout = (1, 1, 1, 1)

@@ -20,6 +20,7 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
         if keys:
             yield f"{keys}: {source} has no mixtures of experts, so no router: omit that"
         return
+    # The layout: what divides the experts, and the processes of a stage.
     yield from check_expert_layout(dims, ep, etp, source)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     per_stage = world_size // pp
@@ -28,16 +29,22 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             f"--ep {ep} x --etp {etp} = {ep * etp} does not divide the {per_stage} processes of a stage, which are "
             f"--tp {tp} x {per_stage // tp} data-parallel ones: lower --ep or --etp, or use more processes"
         )
+    # What experts need besides.
     if tp > 1 and not parallel.sequence_parallel:
         yield (
             f"--tp {tp}: {source} has mixtures of experts, which train at --tp 2 or more with --sequence-parallel "
             "only: add the flag, or use --tp 1"
         )
-    if (ep > 1 or etp != tp) and not parallel.use_distributed_optimizer:
-        yield (
+    # megatron-core then gives the experts an optimizer of their own.
+    if ep > 1 or etp != tp:
+        why = (
             f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are added up over other processes than those "
-            "of the rest, which needs the distributed optimizer: add --dist-optim"
+            "of the rest"
         )
+        if not parallel.use_distributed_optimizer:
+            yield f"{why}, which needs the distributed optimizer: add --dist-optim"
+        if run.training.precision == "fp16":  # each optimizer would find a loss scale of its own
+            yield f"{why}, which does not work with the loss scale of --precision fp16: use bf16"
     if tp % etp:
         yield f"--etp {etp} does not divide --tp {tp}: experts are divided by tensor-parallel processes; lower it"
     yield from _check_combinations(run, source)

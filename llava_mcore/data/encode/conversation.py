@@ -80,6 +80,7 @@ def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None)
     forms = [form for form in ("messages", "pack", "question") if form in about]
     if len(forms) != 1:
         raise DataError(f'the json must have one of "messages", "pack" and "question", found {forms or sorted(about)}')
+    # Its media are shared out over the conversations in their order.
     media = media_of(sample, about, images)
     conversations: tuple[Conversation, ...]
     if forms == ["question"]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, takewhile
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +25,16 @@ from llava_mcore.data.encode.tokens import (
     media_tokens,
     video_tokens,
 )
-from llava_mcore.data.samples import Audio, Conversation, MediaSpan, TokenConversation, Turn, Video
+from llava_mcore.data.samples import (
+    IMAGE_MARK,
+    Audio,
+    Conversation,
+    MediaSpan,
+    TokenConversation,
+    Turn,
+    Video,
+)
+from llava_mcore.data.storage.stored_tokens import StoredTokens
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import MediaPlan, MediaTokens
 
@@ -98,6 +109,38 @@ def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | No
         if np.count_nonzero(tokens.ids == token_id) != count:
             raise DataError(f"its {TOKENS_KEY} are not those of {count} {NAMES[mark]}s; prepare the data again")
     return tokens
+
+
+def stored_text(
+    parts: Mapping[str, Any], stored: StoredTokens, assets: Assets
+) -> tuple[TextTokens, Conversation] | None:
+    """Return the tokens that are stored beside a shard, and the pictures that they belong to.
+
+    None if the sample is not the one that they were stored for, or cannot be used as it is: then its json is decoded,
+    and says what is wrong.
+
+    Args:
+        parts: of the sample, as they are in the shard.
+    """
+    content = parts.get("json")
+    names = [name for name in parts if name != "json" and not name.startswith("__")]
+    images = tuple(parts[name] for name in names)
+    if not isinstance(content, bytes) or zlib.crc32(content) != stored.of_json or len(images) != stored.num_images:
+        return None
+    if [name.partition(".")[0] for name in names] != [str(n) for n in range(len(names))]:
+        return None
+    if not all(isinstance(image, bytes) for image in images) or (images and IMAGE_MARK in assets.refused):
+        return None
+    limits = assets.limits
+    if stored.num_chars > limits.text_chars or sum(map(len, images)) > limits.sample_bytes:
+        return None
+    ids = stored.ids.astype(np.int64)
+    if np.count_nonzero(ids == assets.plan.image_token_id) != len(images):
+        return None
+    trained = np.zeros(len(ids), dtype=np.bool_)
+    for start, end in stored.spans.reshape(-1, 2).tolist():
+        trained[start:end] = True
+    return TextTokens(ids, trained), Conversation((), images)
 
 
 def fit(

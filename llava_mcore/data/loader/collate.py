@@ -46,6 +46,7 @@ def collate(
     """
     make = _pack if packed else _pad
     batch, places = make(samples, _MediaCollator(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
+    # Which dataset each token of a conversation comes from, for losses per dataset.
     if of_blend:
         conversations = [conversation for sample in samples for conversation in sample.conversations]
         batch.dataset_ids = torch.zeros(batch.input_ids.shape, dtype=torch.int32)

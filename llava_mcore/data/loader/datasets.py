@@ -15,18 +15,20 @@ import ryml
 from megatron.energon import CrudeSample, WorkerConfig, load_dataset
 from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
-from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, WebdatasetSampleLoaderDataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from llava_mcore.compat.energon.memory import forget_read_members
 from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_code
 from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat
+from llava_mcore.data.encode.prompts import POOL_KEY
 from llava_mcore.data.samples import ChatSample
 from llava_mcore.data.storage.blend import SPLIT
 from llava_mcore.data.storage.dataset_path import MANIFEST, refuse_endless
 from llava_mcore.data.storage.remote import locate
-from llava_mcore.data.storage.shard_reader import read_shards_directly
+from llava_mcore.data.storage.shard_reader import ShardReader, read_shards_directly
+from llava_mcore.data.storage.stored_tokens import StoredTokens
 from llava_mcore.data.storage.tar_files import OPEN_SHARDS
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import read_object
@@ -79,6 +81,8 @@ class Dataset:
     source: MapDataset[Any, Any]
     cook: Callable[[Any], Any]
     """Converts a raw sample, as training does before tokenizing."""
+    token_reader: ShardReader | None = None
+    """Reads the tokens beside its shards; None if its samples may have other tokens in this run."""
     firsts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +108,14 @@ class Dataset:
         """
         parts = self.source.dataset._get_sample(index)
         return None if any(part is None for part in parts.data) else parts
+
+    def stored(self, index: int, fingerprint: str) -> StoredTokens | None:
+        """Return the tokens that `prepare` has stored beside the shard of a sample that was read; None without any.
+
+        Args:
+            fingerprint: of the tokenizer and chat template that they must be by.
+        """
+        return None if self.token_reader is None else self.token_reader.stored(index, fingerprint)
 
     def decode(self, parts: RawSampleData) -> Any:
         """Return a sample of energon's types, with its texts decoded; DATA_ERRORS or DataError if it is broken."""
@@ -223,7 +235,16 @@ def _open(loaded: LoadedDataset, max_sample_bytes: int) -> Dataset:
         subflavors=subflavors,
         source=source,
         cook=cook,
+        token_reader=_token_reader(source, factory, loaded),
     )
+
+
+def _token_reader(source: MapDataset[Any, Any], factory: Any, loaded: LoadedDataset) -> ShardReader | None:
+    """Return the reader of tokens beside shards: not where questions or pictures come from elsewhere."""
+    if factory.__sample_type__ is not CrudeSample or loaded.aux or POOL_KEY in (factory.subflavors or {}):
+        return None
+    readers = source.dataset.join_readers if isinstance(source.dataset, WebdatasetSampleLoaderDataset) else []
+    return readers[0] if len(readers) == 1 and isinstance(readers[0], ShardReader) else None
 
 
 def _shards(factory: Any) -> tuple[DatasetShard, ...]:

@@ -24,7 +24,7 @@ from llava_mcore.data.order.stream_order import ChosenSample, Mixture, StreamOrd
 
 @dataclass(frozen=True)
 class RankReads:
-    """What one data-parallel rank reads: which part of the data, and in which batches."""
+    """The reading of one data-parallel rank: its part of the data, and its batches."""
 
     dp_rank: int
     dp_size: int

@@ -111,7 +111,10 @@ class SampleReader:
         if parts is None:
             return None
         try:
-            sample = self.encoder.preencode_sample(dataset.chat(dataset.decode(parts)))
+            stored = dataset.stored(index, self.encoder.assets.chat.fingerprint)
+            sample = None if stored is None else self.encoder.stored_sample(parts.data[0], stored, dataset.subflavors)
+            if sample is None:
+                sample = self.encoder.preencode_sample(dataset.chat(dataset.decode(parts)))
         except SAMPLE_ERRORS as error:
             self._skip(error, parts, [])
             return None

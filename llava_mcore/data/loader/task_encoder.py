@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.energon import SkipSample
+from megatron.energon.flavors.webdataset.structs import FilteredSample
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation
 from llava_mcore.data.encode.conversation import with_prompt
-from llava_mcore.data.encode.encode import TooLongError, fit, tokenize
+from llava_mcore.data.encode.encode import TooLongError, expanded, fit, stored_text, tokenize
 from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.loader.sample_problems import Skips
@@ -23,6 +26,7 @@ from llava_mcore.data.samples import (
     TokenConversation,
     TokenSample,
 )
+from llava_mcore.data.storage.stored_tokens import StoredTokens
 from llava_mcore.errors import DataError
 
 
@@ -87,6 +91,28 @@ class ChatTaskEncoder:
                 "train with the sequence length (--pack-to) and the tokenizer that the data was prepared with"
             )
         return tokens
+
+    def stored_sample(
+        self, parts: FilteredSample, stored: StoredTokens, subflavors: Mapping[str, Any]
+    ) -> TokenSample | None:
+        """Return what `preencode_sample` would, from the tokens beside the shard; None if they do not belong to it.
+
+        The json is not decoded: with the same bytes, it has the same text. DataError like `preencode_sample`.
+        """
+        text = stored_text(parts, stored, self.assets)
+        if text is None:
+            return None
+        key = parts["__key__"]
+        tokens = self._fitted(expanded(*text, self.assets, key))
+        return TokenSample(
+            __key__=key,
+            __restore_key__=parts["__restore_key__"],
+            __subflavors__=dict(subflavors),
+            __sources__=parts["__sources__"],
+            conversations=[tokens],
+            num_tokens=len(tokens),
+            num_patches=tokens.num_patches,
+        )
 
     def _fitted(self, tokens: TokenConversation) -> TokenConversation:
         """Return a conversation, truncated if it must be and may be. TooLongError like `fit`."""

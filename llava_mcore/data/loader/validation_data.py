@@ -57,6 +57,7 @@ class ValidationData:
         self._micro_batch_size = micro_batch_size
         with reading(data.path, data.timeout):
             self._datasets = open_datasets(data.path, max_sample_bytes=data.max_sample_bytes, split=VALIDATION)
+        # The samples of a pass, spread over all datasets.
         total = sum(dataset.num_samples for dataset in self._datasets)
         if not total:
             raise DataError(f"the validation part of {data.path} has no samples")

@@ -23,6 +23,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS
+from llava_mcore.data.storage.stored_tokens import StoredTokens
 from llava_mcore.data.storage.tar_files import LINKS, OPEN_SHARDS, Link, NoContents, OpenShard, read_block
 
 NAME, SIZE, CHECKSUM, KIND, PREFIX = slice(0, 100), slice(124, 136), slice(148, 156), 156, 345
@@ -88,6 +89,11 @@ class ShardReader(ShardInfosITarReader):
             "__sources__": (source,),
         }
         return FilteredSample(**about, **parts)
+
+    def stored(self, idx: int, fingerprint: str) -> StoredTokens | None:
+        """Return the tokens that are stored beside the shard of a sample that was read."""
+        index = bisect_right(self.shard_count_cumsum, idx) - 1
+        return OPEN_SHARDS.get(self.shard_infos[index].path).stored(idx - self.shard_count_cumsum[index], fingerprint)
 
     def close(self) -> None:
         """Close all files."""

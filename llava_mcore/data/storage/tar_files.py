@@ -20,6 +20,7 @@ from typing import BinaryIO
 from megatron.energon.epathlib import EPath
 
 from llava_mcore.data.storage.shard_files import MOST_INDEX, OFFSET
+from llava_mcore.data.storage.stored_tokens import StoredTokens, open_tokens, warn_of_damage
 from llava_mcore.errors import DataError
 from llava_mcore.files.regular import allowed_files, open_regular_file, read_regular_file
 
@@ -146,8 +147,8 @@ class TarIndex:
 
 
 PART_FOR_SHARDS = 4
-"""Shards use at most this fraction (1 / N) of the files that a process may open: sockets, pipes and libraries need the
-others."""
+"""At most this fraction (1 / N) of the files that a process may open are shards, and as many the files of their tokens:
+sockets, pipes and libraries need the others."""
 FEWEST = 16
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
@@ -166,6 +167,12 @@ class OpenShard:
         self._offsets = read_regular_file(index.local_path(), MOST_INDEX) if self._is_local else index.read_bytes()
         self._file = _opened(path, buffering=0)  # of thousands of open files, buffers would take much memory
         self.tar_index = TarIndex(lambda: _opened(path))
+        self._path = path
+        try:
+            self._tokens = open_tokens(path.local_path()) if self._is_local else None
+        except OSError:
+            self._file.close()
+            raise
 
     def ends(self, index: int) -> tuple[int, int] | None:
         """Return the bytes [start, end) of a sample; None if the index does not contain it."""
@@ -187,9 +194,21 @@ class OpenShard:
             block = self._file.read(end - start)
         return block if len(block) == end - start else None
 
+    def stored(self, index: int, fingerprint: str) -> StoredTokens | None:
+        """Return the tokens that are stored beside the shard for a sample; None without any by this fingerprint."""
+        if self._tokens is None or self._tokens.fingerprint != fingerprint:
+            return None
+        try:
+            return self._tokens.entry(index)
+        except (OSError, ValueError) as error:
+            warn_of_damage(self._path.local_path(), error)
+            return None
+
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._file.close()
+        if self._tokens is not None:
+            self._tokens.close()
 
 
 def _opened(path: EPath, *, buffering: int = -1) -> BinaryIO:

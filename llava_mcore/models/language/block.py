@@ -45,6 +45,7 @@ def block_spec(
         )
         spec = _with_own_classes(with_plain_linears(spec) if plain_linears else spec, shape)
         return _block(spec, config, vp_stage, norm=TENorm)
+    # Without Transformer Engine: torch's attention and norms.
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     attention = layer.self_attention.submodules

@@ -172,6 +172,7 @@ class ExpertMatrices(MegatronModule):
                 name, self.weight, *sharded_offsets, *places, replica_id=replica, prepend_axis_num=lead
             )
             return {name: tensor}
+        # Else a tensor for each half of each matrix, which a load puts together again.
         num_local, num_blocks = len(self.weight), self.num_blocks
 
         @torch.no_grad()

@@ -65,6 +65,7 @@ class Qwen35Text(LanguageFamily):
                 f"text_config.linear_num_value_heads = {hf.linear_num_value_heads} is not a multiple of "
                 f"linear_num_key_heads = {hf.linear_num_key_heads}"
             )
+        # Attention has gates; the other layers are delta nets.
         return transformer_fields(hf, width_key=self.width_key) | {
             "qk_layernorm": True,
             "layernorm_zero_centered_gamma": True,

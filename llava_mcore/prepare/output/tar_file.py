@@ -6,16 +6,21 @@ import hashlib
 import json
 import os
 import tarfile
+import zlib
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from llava_mcore.data.encode.messages import message_of
 from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED
 from llava_mcore.data.encode.sample_media import AUDIOS_KEY, FPS_KEY, FRAMES_KEY, VIDEOS_KEY
 from llava_mcore.data.encode.tokens import TOKENS_KEY
-from llava_mcore.files.atomic import move
+from llava_mcore.data.storage.stored_tokens import StoredTokens, as_file, tokens_file
+from llava_mcore.files.atomic import move, write_synced
 from llava_mcore.prepare.output.shard_index import PartOffset, ShardIndex, rows_name
 from llava_mcore.prepare.row_types import AudioFile, CheckedConversation, ImageFile, OtherAnswer
 
@@ -30,6 +35,8 @@ class ShardWriter:
         self._sha = hashlib.sha256()
         self._tar = tarfile.TarFile(fileobj=self, mode="w", format=tarfile.USTAR_FORMAT)  # type: ignore[arg-type]
         self._index = ShardIndex()
+        self._tokens: list[bytes] = []
+        self._fingerprint: str | None = None
         self.num_entries = 0
         self.num_bytes = 0
 
@@ -58,8 +65,18 @@ class ShardWriter:
         name = self._final.name
         partial = self._temporary.with_name(f"{name}.idx.{os.getpid()}.part")
         self._index.write(partial, self._final.with_name(f"{name}.idx"), partial.with_name(rows_name(name)))
+        self._write_tokens(partial.with_name(f"{name}.tokens.{os.getpid()}.part"))
         move(self._temporary, self._final)
         return self._sha.hexdigest()
+
+    def _write_tokens(self, partial: Path) -> None:
+        """Write the file of tokens beside the shard; an earlier shard's is removed."""
+        final = tokens_file(self._final)
+        if self._fingerprint is None:
+            final.unlink(missing_ok=True)
+            return
+        write_synced(partial, as_file(self._tokens, self._fingerprint, self.num_bytes))
+        move(partial, final)
 
     # -- a file for tarfile, which records what is written --------------------------------------------------------
 
@@ -88,12 +105,27 @@ class ShardWriter:
         if audios:
             content = content | {AUDIOS_KEY: [_part(index, audio) for index, audio in enumerate(audios)]}
         self._index.begin_sample(key, self.num_bytes)
-        self._add_part(key, "json", json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+        data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        self._add_part(key, "json", data)
+        self._add_tokens(data, conversations)
         for index, image in enumerate(images):
             self._add_part(key, _part(index, image), image.data)
         for index, audio in enumerate(audios):
             self._add_part(key, _part(index, audio), audio.data)
         self.num_entries += 1
+
+    def _add_tokens(self, content: bytes, conversations: Sequence[CheckedConversation]) -> None:
+        """Take a sample's tokens for the file beside the shard, if it is one conversation of text and pictures."""
+        one = conversations[0]
+        if len(conversations) > 1 or one.tokens is None or one.videos or one.audios or one.rejected is not None:
+            self._tokens.append(b"")
+            return
+        self._fingerprint = str(one.tokens["by"])
+        ids = np.frombuffer(b64decode(one.tokens["ids"]), "<u4")
+        num_chars = sum(len(turn.text) for turn in one.turns)
+        spans = np.array(one.tokens["trained"], dtype=np.uint32)
+        stored = StoredTokens(zlib.crc32(content), num_chars, len(one.images), ids, spans)
+        self._tokens.append(stored.to_bytes())
 
     def _add_part(self, key: str, part: str, data: bytes) -> None:
         member = tarfile.TarInfo(f"{key}.{part}")  # owner 0, time 0: independent of machine and date

@@ -52,6 +52,7 @@ def fetch(url: str, folder: Path, on_file: Callable[[str], None] = lambda name: 
     if not listing:
         raise DataError(f"{url} has no files")
     place.mkdir(parents=True, exist_ok=True)
+    # Only files that are new or have changed are fetched; those that are gone are removed.
     known = json.loads((place / LISTING).read_text()) if (place / LISTING).is_file() else {}
     versions = {name: _version(info) for name, info in listing.items()}
     missing = [name for name in listing if known.get(name) != versions[name] or not (place / name).is_file()]

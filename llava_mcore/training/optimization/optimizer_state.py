@@ -99,6 +99,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
         loaded.get("optimizer", loaded).setdefault("state", {})  # this too
         optimizer.load_state_dict(loaded)
         return
+    # A distributed optimizer: what all ranks have, then the slices of weights and moments.
     common = {name: value for name, value in loaded.items() if name != PARAM_STATE}
     for one in distributed:
         if isinstance(one.optimizer, HybridDeviceOptimizer):

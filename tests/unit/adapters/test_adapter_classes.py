@@ -14,11 +14,13 @@ from llava_mcore.adapters.adaptation import adapter_setup_of
 from llava_mcore.adapters.factors import CHILD
 from llava_mcore.adapters.linear_layers import BIAS, ModelLayers, model_layers
 from llava_mcore.adapters.peft_tensors import BASE_LAYER, PREFIX
+from llava_mcore.adapters.targets import plan_from_config, trained_parameters
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.sections.adapter import AdapterConfig
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.load_model import load_part
 from llava_mcore.convert.logits_worker import given_media
+from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import set_trained, whole_names
@@ -72,6 +74,19 @@ def test_those_on_a_language_model_in_4_bits_too(case: Case, folder: Path, input
     adapter = everywhere(folder, **BIASES)
     theirs = PeftModel.from_pretrained(open_hf_in_4_bits(folder / "hf"), adapter, is_trainable=True)
     check(folder, adapter, theirs, inputs, "nf4")
+
+
+def test_experts_have_no_adapters(case: Case, folder: Path) -> None:
+    if case.architecture not in WITH_EXPERTS:
+        pytest.skip("it has no experts")
+    layers = model_layers(load_hf_config(folder / "hf"))
+    assert layers.members and not any(".experts" in name or name.endswith(".gate") for name in layers.members)
+    for target, said in (("experts", "no linear layer that can be adapted"), ("mlp.gate", "no linear layer that can")):
+        with pytest.raises(ConfigError, match=said):
+            plan_from_config(AdapterConfig(r=2, targets=(target,)), layers)
+    plan = plan_from_config(AdapterConfig(r=2, targets=("q_proj",), modules_to_save=("experts",)), layers)
+    with pytest.raises(ConfigError, match="experts are not trained beside adapters"):
+        trained_parameters(plan, layers)
 
 
 def everywhere(folder: Path, **options: Any) -> Path:

@@ -40,8 +40,9 @@ from tests.helpers.build_parts import (
 )
 from tests.helpers.class_tokens import assert_same_ids
 from tests.helpers.photos import CHINA
-from tests.helpers.tiny_hf import CORPUS, TEXTS
+from tests.helpers.tiny_hf import CORPUS, TEXTS, TEXTS_WITH_EXPERTS
 
+ALL_TEXTS = {**TEXTS, **TEXTS_WITH_EXPERTS}
 SCRIPT = Path(__file__).parents[3] / "scripts" / "convert" / "build_llava_jp.py"
 
 pytest_plugins = ("tests.helpers.build_fixtures",)
@@ -51,7 +52,7 @@ pytest_plugins = ("tests.helpers.build_fixtures",)
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("kind", ALL_TEXTS)
 @torch.inference_mode()
 def test_text_logits_equal_the_source_models(build_tiny: Any, tiny_parts: Any, kind: str, tie: bool) -> None:
     source_folder = tiny_parts(kind, tie=tie)
@@ -67,7 +68,7 @@ def test_text_logits_equal_the_source_models(build_tiny: Any, tiny_parts: Any, k
     assert (built.lm_head.weight is built.get_input_embeddings().weight) == tie
     assert built.config.tie_word_embeddings == built.config.text_config.tie_word_embeddings == tie
     assert bool(tensors_of(out, "lm_head")) != tie
-    assert built.config.text_config.model_type == TEXTS[kind].model_type
+    assert built.config.text_config.model_type == ALL_TEXTS[kind].model_type
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_every_flag_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("COLUMNS", "200")
     shown = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     flags = [line.split(maxsplit=2) for line in shown.splitlines() if line.startswith("  --")]
-    assert len(flags) == 20 and "--expand-projector" in [flag[0] for flag in flags]
+    assert len(flags) == 21 and "--expand-projector" in [flag[0] for flag in flags]
     with pytest.raises(SystemExit) as stopped:
         main(["--save-dir", "x", "--text-model", "y", "--vocab-size-pad"])
     assert stopped.value.code == 2 and "--vocab-size-pad" in capsys.readouterr().err

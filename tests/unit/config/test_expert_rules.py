@@ -56,6 +56,7 @@ def test_layouts_that_fit(good: list[str], changes: list[str]) -> None:
         (["parallel.sequence_parallel=false"], "train at --tp 2 or more with --sequence-parallel only"),
         (["parallel.use_distributed_optimizer=false"], "needs the distributed optimizer: add --dist-optim"),
         (["validation.eval_generate=5"], "lower --ep 4 to 2"),
+        (["training.precision=fp16"], "does not work with the loss scale of --precision fp16"),
         (["adapter.r=8", "adapter.quantize=nf4"], "--lora-quantize does not quantize experts"),
         ([f"{ETP}=5"], "--etp 5 does not divide the width of an expert, which is 48"),
         (["adapter.r=8"], "adapters do not work yet where processes divide experts"),

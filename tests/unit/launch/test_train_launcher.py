@@ -206,6 +206,10 @@ def test_an_earlier_run_is_resumed_or_left_alone(folders: Folders, capsys: pytes
     printed = capsys.readouterr().out
     assert printed.startswith("the run is complete: ") and "has reached iteration 4 of 4; to continue, raise" in printed
     assert not (folders.save / "r" / "run.yaml").exists(), "nothing is started"
+    assert train.main(folders.flags("--load-optim", "--train-iters", "4", "--submit")) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("the run is complete: ") and printed.endswith("\nno job was submitted\n")
+    assert not (folders.save / "r" / "train.sbatch").exists(), "without sbatch, submitting would have failed, too"
 
 
 def test_a_finished_run_of_another_name_is_no_start_with_its_optimizer(

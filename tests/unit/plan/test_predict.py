@@ -14,7 +14,7 @@ from llava_mcore.plan.gpus import GIB, GPUS
 from llava_mcore.plan.layout import RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
 from llava_mcore.plan.memory import layer_bytes
-from llava_mcore.plan.model import ConnectorShape, Decoder, MixtureShape, LinearShape, Model, Tower
+from llava_mcore.plan.model import ConnectorShape, Decoder, ExpertShape, LinearShape, Model, Tower
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.work import Sample, like_llava
@@ -133,7 +133,7 @@ def test_a_sample_that_is_too_long_is_left_out() -> None:
 
 
 def test_experts() -> None:
-    experts = MixtureShape(count=128, chosen=8, ffn=768, layers=48)
+    experts = ExpertShape(count=128, chosen=8, ffn=768, layers=48)
     decoder = Decoder(48, 2048, 0, 32, 4, 128, 151936, head_norms=True, experts=experts)
     model = replace(MODEL, decoder=decoder)
     # Qwen3-30B-A3B has 30.5 billion parameters.

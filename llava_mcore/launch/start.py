@@ -100,7 +100,6 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
 
     Args:
         keys: keys set by flags, for messages about flags without effect.
-
     Raises:
         ConfigError: lists everything that prevents the run from starting.
     """
@@ -114,6 +113,8 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     others = preflight(run, world_size, gpu_count, keys)
     errors = [*others, *(error for error in errors if error not in others), *_without_submit(keys)]
     if errors:
+        if run.checkpoint.save_dir is not None:
+            RunLock(run, nodes).require_free()  # the files of a run in progress come and go
         raise ConfigError(problems("The run cannot start", errors))
     config_file = run.run_dir / "run.yaml"
     command = torchrun_argv(run.launch.num_gpus, WORKER, ["--config", str(config_file)], nodes)
@@ -137,7 +138,6 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         for line in [launch.completion, *last_lines(run, 0, first_node=launch.nodes.rank == 0)]:
             print(line, flush=True)
         return 0
-    # The environment of the workers, with defaults for what the user has not set.
     environment = worker_env(
         os.environ,
         run.launch.num_gpus,
@@ -146,7 +146,6 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         interface=run.launch.interface,
         gpu_ids=run.launch.chosen_gpus,
     )
-    # From here on no other run may use the folders. The workers read run.yaml.
     with RunLock(run, launch.nodes).hold():
         with naming(launch.config_file):
             save_run_config(run, launch.config_file)
@@ -242,12 +241,10 @@ class RunLock:
     """The locks on a run's folders: two runs with the same name would overwrite each other's checkpoints and metrics.
 
     The first node's launcher holds them; each node's holds those on its own disk.
-
     The other nodes check whether the first node's run may start, and end with the same message if not.
     """
 
     def __init__(self, run: RunConfig, nodes: Nodes) -> None:
-        """The locks are acquired in `hold`."""
         self._lost: list[str] = []
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         self._group = f"{nodes.run_id} {restarts} {nodes.master_addr}:{nodes.port}" if nodes.count > 1 else None
@@ -274,6 +271,11 @@ class RunLock:
     def _end(self, line: str) -> None:
         self._lost.append(line)
         os.kill(os.getpid(), signal.SIGQUIT)  # forwarded to torchrun, which ends all ranks
+
+    def require_free(self) -> None:
+        """Return if no other run is in the folders; raise FolderInUse otherwise."""
+        for lock in (*self._looked_at, *self._held):
+            lock.require_free()
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

@@ -10,8 +10,8 @@ GPU := .venv-gpu
 PAGE := .venv-page
 DOCS := .venv-docs
 INPUTS := pyproject.toml environments/test-models.txt scripts/setup_venv.sh
-# Tests wait for processes of their own half of the time: a third worker fills two cores.
-PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+# Tests wait for processes of their own half of the time: four workers fill two cores.
+PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15
 USUAL := 'not gpu and not cluster and not long'
 # Tests run several processes at once.
 test test-long test-newest test-cluster test-all tests: export OMP_NUM_THREADS ?= 1

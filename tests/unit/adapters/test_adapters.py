@@ -62,7 +62,9 @@ def test_every_linear_layer_that_is_used_can_be_adapted(tmp_path: Path, case: Ca
     found = model_layers(load_hf_config(tmp_path)).members
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert found.keys() <= linears
-    not_used = linears - found.keys()
+    # A gate of one row, which megatron-core keeps as a parameter.
+    gates = {name for name in linears if name.endswith(".shared_expert_gate")}
+    not_used = linears - found.keys() - gates
     assert {name for name in not_used if "vision_tower" not in name and "vision_model" not in name} == {"lm_head"}
     if case.vision.startswith("dinov2") and Version(transformers.__version__) >= Version("5.18"):
         return  # its modules have other names than its tensors in files, so they cannot be adapted

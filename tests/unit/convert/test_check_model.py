@@ -151,7 +151,8 @@ def test_a_dropped_entry_and_a_wrong_cut_are_found_from_headers(
     mutate(monkeypatch, cut_rows)
     assert check.main(["--hf-dir", str(hf)]) == 2
     assert (
-        f"{QKV}: the table says Shard(dim=1, blocks=1, sections=()), the model Shard(dim=0" in capsys.readouterr().err
+        f"{QKV}: the table says Shard(dim=1, blocks=1, sections=(), experts=False), the model Shard(dim=0"
+        in capsys.readouterr().err
     )
 
 

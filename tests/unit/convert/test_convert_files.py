@@ -253,7 +253,7 @@ def test_only_layouts_that_stack_rows_have_slices() -> None:
     assert slices(PadRows(5, 8), 1, (8, 3)) == (TensorSlice((0, 0), (5, 3)),)
     assert Entry("m", "a", COLUMN).hf_slices((4,)) == (TensorSlice((0,), (4,)),)
     assert slices(FuseQKV(4, 2), 3, (16, 3)) is None
-    assert slices(Reshape((4,), (1, 1, 4)), 1, (1, 1, 4)) is None
+    assert slices(Reshape((4,), (1, 1, 4)), 1, (1, 1, 4)) == (TensorSlice((0, 0, 0), (1, 1, 4)),)
 
 
 def test_planned_headers_are_read_by_safetensors(tmp_path: Path) -> None:

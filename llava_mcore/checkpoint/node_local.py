@@ -148,7 +148,7 @@ class LocalWrite:
 
 
 _BEFORE = {"vision_data_parallel": False, "ep": 1, "etp": 1}
-"""What older versions had and did not write."""
+"""Values that older versions had and did not write."""
 
 
 def _layout(groups: Groups, vision_data_parallel: bool) -> dict[str, Any]:

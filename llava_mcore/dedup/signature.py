@@ -21,7 +21,7 @@ HASH_SIDE = 16
 SAMPLED = 4 * HASH_SIDE
 """Pixels of an edge of the image that is hashed."""
 MARGIN = 600.0
-"""What compressing or resizing an image changes a frequency by, at most; a photograph's are ten times as large."""
+"""Largest change of a frequency by compressing or resizing an image; a photograph's are ten times as large."""
 NUM_PERMUTATIONS = 128
 """Hashes in a MinHash: its estimate of a Jaccard similarity has a standard error of about 0.04."""
 _COSINES = 2 * np.cos(np.pi / SAMPLED * np.outer(np.arange(HASH_SIDE), np.arange(SAMPLED) + 0.5))

@@ -1,4 +1,4 @@
-"""What is predicted of a run before it starts: the layers of balanced stages, and a warning if it cannot fit."""
+"""Predictions for a run before it starts: the layers of balanced stages, and a warning if it cannot fit."""
 
 from __future__ import annotations
 

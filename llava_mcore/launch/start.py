@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,18 @@ from typing import Any
 from llava_mcore.config.load import as_run_config, save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.files.folder_lock import FolderLock
 from llava_mcore.files.regular import naming
 from llava_mcore.launch import slurm
 from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.forecast import completed
 from llava_mcore.launch.nodes import Nodes, find_nodes
 from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve, with_epochs
-from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, job_has_ended, read_job
+from llava_mcore.launch.run_lock import RunLock
+from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
 
 WORKER = "llava_mcore.launch.worker"
-LOCK_FILE = ".lock"
 
 
 def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
@@ -100,6 +97,7 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
 
     Args:
         keys: keys set by flags, for messages about flags without effect.
+
     Raises:
         ConfigError: lists everything that prevents the run from starting.
     """
@@ -138,6 +136,7 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         for line in [launch.completion, *last_lines(run, 0, first_node=launch.nodes.rank == 0)]:
             print(line, flush=True)
         return 0
+    # The environment of the workers, with defaults for what the user has not set.
     environment = worker_env(
         os.environ,
         run.launch.num_gpus,
@@ -146,9 +145,11 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         interface=run.launch.interface,
         gpu_ids=run.launch.chosen_gpus,
     )
+    # From here on no other run may use the folders. The workers read run.yaml.
     with RunLock(run, launch.nodes).hold():
         with naming(launch.config_file):
             save_run_config(run, launch.config_file)
+        # What a user wants to know before the first iteration.
         for notice in notices:
             print(notice, flush=True)
         print(launch.layout, flush=True)
@@ -235,66 +236,3 @@ def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-class RunLock:
-    """The locks on a run's folders: two runs with the same name would overwrite each other's checkpoints and metrics.
-
-    The first node's launcher holds them; each node's holds those on its own disk.
-    The other nodes check whether the first node's run may start, and end with the same message if not.
-    """
-
-    def __init__(self, run: RunConfig, nodes: Nodes) -> None:
-        self._lost: list[str] = []
-        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        self._group = f"{nodes.run_id} {restarts} {nodes.master_addr}:{nodes.port}" if nodes.count > 1 else None
-        shared = [run.run_dir]
-        if run.checkpoint.non_persistent_dir is not None:
-            shared.append(run.non_persistent_dir)
-        own_files = [self._of(folder / LOCK_FILE) for folder in shared]
-        self._looked_at, self._held = ([], own_files) if nodes.rank == 0 else (own_files, [])
-        if run.checkpoint.non_persistent_local_dir is not None:
-            folder = run.checkpoint.non_persistent_local_dir / run.name
-            self._held.append(self._of(folder / f"{LOCK_FILE}-node{nodes.rank}"))
-
-    def _of(self, path: Path) -> FolderLock:
-        return FolderLock(
-            path,
-            activity=str(path.parent),
-            advice="wait for it or stop it, or give this run another --name",
-            group=self._group,
-            say=lambda line: print(line, flush=True),
-            lost=self._end,
-            job_has_ended=job_has_ended,
-        )
-
-    def _end(self, line: str) -> None:
-        self._lost.append(line)
-        os.kill(os.getpid(), signal.SIGQUIT)  # forwarded to torchrun, which ends all ranks
-
-    def require_free(self) -> None:
-        """Return if no other run is in the folders; raise FolderInUse otherwise."""
-        for lock in (*self._looked_at, *self._held):
-            lock.require_free()
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the locks.
-
-        Raises:
-            FolderInUse: another run is in one of the folders.
-            ConfigError: a folder cannot be written to; or, at the end, another run has taken a lock over.
-        """
-        with contextlib.ExitStack() as stack:
-            try:
-                for lock in self._looked_at:
-                    with naming(lock.path):
-                        lock.require_free()
-                for lock in self._held:
-                    with naming(lock.path):
-                        stack.enter_context(lock)
-            except OSError as error:
-                raise ConfigError(f"the run's folder cannot be written to: {error}") from error
-            yield
-        if self._lost:
-            raise ConfigError(f"{self._lost[0]}; this run was stopped")

@@ -17,9 +17,9 @@ from llava_mcore.plan.work import NUM_SAMPLES, Sample, like_llava, spoken
 
 MANIFEST = "manifest.json"
 BINS_PER_OCTAVE = 8
-"""Of the manifest's histograms (`prepare.counts`)."""
+"""Bins of the manifest's histograms (`prepare.counts`)."""
 ASPECT = 4 / 3
-"""Of pictures of which only the longer side is known."""
+"""Width over height of pictures of which only the longer side is known."""
 TRAINED = 0.5
 """Fraction of a text's tokens whose loss counts, where nobody has counted them."""
 

@@ -1,4 +1,4 @@
-"""What transformers' config classes take for values that config.json omits: the ones that sizes depend on.
+"""Defaults of transformers' config classes for values that config.json omits: the ones that sizes depend on.
 
 `tests/unit/plan/test_read_config.py` compares them with the classes.
 """

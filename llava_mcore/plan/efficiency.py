@@ -1,4 +1,4 @@
-"""What fractions of the published peaks are reached, and other constants that were fitted to measurements.
+"""Fractions of the published peaks that are reached, and other constants that were fitted to measurements.
 
 Fitted to the rows that `benchmarks/plan_check.py` names, measured on H200 and H100. `calibrate` replaces those that it
 can measure on the GPUs at hand.

@@ -30,7 +30,7 @@ STAND_IN = "h200"
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is predicted for a run."""
+    """The prediction for a run."""
 
     searched: Searched
     prediction: Prediction

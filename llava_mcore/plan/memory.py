@@ -39,12 +39,12 @@ class StageMemory:
 
     @property
     def reserved(self) -> float:
-        """What torch has reserved at the peak."""
+        """Bytes that torch has reserved at the peak."""
         return sum(vars(self).values()) - self.outside
 
     @property
     def total(self) -> float:
-        """What the GPU must have."""
+        """Bytes that the GPU must have."""
         return self.reserved + self.outside
 
 

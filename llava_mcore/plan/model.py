@@ -54,7 +54,7 @@ class Decoder:
     delta_small: int = 0
     """Parameters of a delta net beside its matrices."""
     delta_heads: tuple[int, int] = (0, 0)
-    """Of keys and of values."""
+    """Heads of keys and of values."""
     experts: ExpertShape | None = None
 
     @property
@@ -172,7 +172,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class ConnectorShape:
-    """What maps the tower's features. `small`: parameters beside the products' matrices."""
+    """The connector, which maps the tower's features. `small`: parameters beside the products' matrices."""
 
     products: Sequence[LinearShape]
     small: int

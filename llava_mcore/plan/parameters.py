@@ -74,7 +74,8 @@ def adapted_sizes(model: Model) -> Mapping[str, int]:
 
 
 def _adapter_parameters(model: Model, layout: RunLayout, num_layers: int, *, first: bool) -> float:
-    """Of each pair of matrices tensor parallelism divides the one that is on the divided side."""
+    """Return the adapter's parameters on a rank. Tensor parallelism divides one matrix of each pair:
+    the one on the divided side."""
     adapter, tower = layout.adapter, model.tower
     sizes = adapted_sizes(model)
     chosen = [x for name, x in sizes.items() if adapter.targets == ("all-linear",) or name in adapter.targets]

@@ -16,7 +16,7 @@ from llava_mcore.plan.work import PackWork
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage takes."""
+    """Memory and time of a stage."""
 
     memory: StageMemory
     forward: Pass
@@ -30,8 +30,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layout takes. Seconds of a step: `passes`, of which `bubble` are idle on the average stage, exposed
-    `messages` between replicas, and `update` of the weights."""
+    """Memory and time of a layout. Seconds of a step: `passes`, of which `bubble` are idle on the average stage,
+    exposed `messages` between replicas, and `update` of the weights."""
 
     layout: RunLayout
     stages: tuple[Stage, ...]
@@ -40,7 +40,7 @@ class Prediction:
     messages: float
     update: float
     tokens: float
-    """Of a step, without padding."""
+    """Tokens of a step, without padding."""
 
     @property
     def seconds(self) -> float:
@@ -49,7 +49,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs."""
         return self.tokens / self.seconds
 
     @property

@@ -21,7 +21,7 @@ from llava_mcore.plan.work import PackWork, Sample
 
 Changes = Mapping[str, object]
 VARIED = ("moments", "fp8", "adapter", "tower")
-"""What changes the results of training, and is varied only on request."""
+"""Options that change the results of training, and are varied only on request."""
 MOST_MICRO_BATCH = 16
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 CHUNK = "parallel.num_layers_per_virtual_pipeline_stage"
@@ -50,7 +50,7 @@ class SearchResult:
 
 @dataclass
 class Searched:
-    """What is searched: a model and its data on so many GPUs of a kind. `run`: where the search begins."""
+    """A model and its data on so many GPUs of a kind. `run`: where the search begins."""
 
     model: Model
     samples: Sequence[Sample]

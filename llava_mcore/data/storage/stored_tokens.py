@@ -29,7 +29,7 @@ from llava_mcore.files.regular import RefusedFileError, open_regular_file
 MAGIC = b"llava-mcore tokens 1\n"
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<5I")
-"""Of an entry: checksum of what follows, checksum of the json part, characters, pictures, ids."""
+"""An entry's head: checksum of what follows, checksum of the json part, characters, pictures, ids."""
 MAX_HEADER = 1 << 16
 logger = logging.getLogger(__name__)
 

@@ -249,4 +249,4 @@ class SharedExpert(SharedExpertMLP):
 
 
 EXPERTS = partial(ExpertLayer, submodules=MoESubmodules(experts=Experts, router=Router, shared_experts=SharedExpert))
-"""What replaces the MLP in the spec of a layer."""
+"""The module that replaces the MLP in the spec of a layer."""

@@ -28,7 +28,7 @@ venv: .venv/.installed-dev ## Make .venv with the development tools
 
 venv-gpu: $(GPU)/.installed ## Make .venv-gpu with Transformer Engine; needs the toolkit of CUDA 13.0 and g++
 
-quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a small model on real pictures
+quickstart: .venv/.installed-quickstart ## Import, train, export and evaluate a small model on real images
 	$(PYTHON) examples/quickstart/run.py
 
 demo: .venv/.installed-demo ## Train DINOv2-S and SmolLM2-135M on emoji in two stages, and ask about held-out ones
@@ -62,7 +62,7 @@ ACROSS_VERSIONS += 'tests/parallel/test_resume_layouts.py::test_resumed_at_anoth
 ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face
 ACROSS_VERSIONS += $(call unit,answering data_loader serve_answers)
 
-# Long tests too, but without ten thousand sizes of pictures: the shorter tests of the same files compare with the same processors.
+# Long tests too, but without ten thousand sizes of images: the shorter tests of the same files compare with the same processors.
 test-newest: $(NEWEST)/.installed-dev ## Run the tests with the newest versions that pyproject.toml allows
 	$(NEWEST)/bin/python $(PYTEST) -m 'not gpu and not cluster' -k 'not ten_thousand and not 10000 and not 10008' $(ACROSS_VERSIONS)
 

@@ -41,7 +41,7 @@ def opened(url: str, *, width: int = 900, height: int = 760) -> Iterator[Page]:
 
 
 def ask(page: Page, question: str, *pictures: Path, seconds: float = 60) -> Answer:
-    """Upload pictures, type a question, press Enter and wait for the answer."""
+    """Upload images, type a question, press Enter and wait for the answer."""
     shown = page.locator(BOT).count()
     if pictures:
         page.set_input_files("input[type=file]", [str(picture) for picture in pictures])

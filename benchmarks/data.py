@@ -1,4 +1,4 @@
-"""Speed of loading, compared with a bare loop that only decodes and resizes the same pictures; fill; memory.
+"""Speed of loading, compared with a bare loop that only decodes and resizes the same images; fill; memory.
 
     python -m benchmarks.data --json out.json
     python -m benchmarks.data --only memory --memory-samples 200000
@@ -53,7 +53,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of the rounds for one kind of pictures, packing and number of loader processes."""
+    """Medians of the rounds for one kind of images, packing and number of loader processes."""
 
     pictures: str
     packing: bool
@@ -67,7 +67,7 @@ class Row:
     """Against the bare loop with torchvision's decoder."""
     same_decoder_cpu_ratio: float
     bare_cpu_ms: float
-    """CPU time per picture in the bare loop with torchvision's decoder."""
+    """CPU time per image in the bare loop with torchvision's decoder."""
     ours_cpu_ms: float
     """CPU time per sample, including that of the process that takes the batches."""
     tokens_per_s: float
@@ -107,7 +107,7 @@ def cpu_seconds() -> float:
 
 
 def measure_speed(root: Path, assets: Assets, pictures: str, options: argparse.Namespace) -> list[Row]:
-    """Return the rows for pictures of one size, which are in `root`."""
+    """Return the rows for images of one size, which are in `root`."""
     jpegs = make_pictures([SIZES[pictures]], options.num_pictures)
     samples = make_samples(options.num_samples, jpegs, text_only=0, median_tokens=options.median_tokens)
     path = prepare_shards(
@@ -172,7 +172,7 @@ def show_speed(rows: Sequence[Row], console: Console) -> None:
 
 
 def measure_fill(root: Path, assets: Assets, options: argparse.Namespace, console: Console) -> dict[str, float]:
-    """Print and return the fill of both ways of packing; nine of ten samples have a picture."""
+    """Print and return the fill of both ways of packing; nine of ten samples have an image."""
     jpegs = make_pictures([(32, 32)], 8)
     samples = make_samples(options.num_samples, jpegs, text_only=0.1, median_tokens=options.median_tokens)
     path = write_shards(root / "fill", samples, num_shards=8)
@@ -192,7 +192,7 @@ def measure_fill(root: Path, assets: Assets, options: argparse.Namespace, consol
 
 
 def measure_memory(root: Path, options: argparse.Namespace, console: Console) -> list[WorkerMemory]:
-    """Print and return the loader processes' memory over many samples with tiny pictures."""
+    """Print and return the loader processes' memory over many samples with tiny images."""
     assets = load_assets(make_hf_assets(root / "tiny-hf", image_size=28, seq_length=options.seq_length))
     samples = make_samples(20_000, make_pictures([(32, 32)], 64), text_only=0.1, median_tokens=15)
     path = write_shards(root / "tiny", samples, num_shards=8)

@@ -47,7 +47,7 @@ def torchvision(data: bytes) -> Tensor:
 
 
 def bare_loop(pictures: Sequence[bytes], seconds: float, decode: Callable[[bytes], Tensor]) -> Speed:
-    """Decode and resize pictures for so long, and nothing else."""
+    """Decode and resize images for so long, and nothing else."""
     begin, cpu, number = time.perf_counter(), time.process_time(), 0
     for data in itertools.cycle(pictures):
         image = F.resize(decode(data), [CROPPED], interpolation=F.InterpolationMode.BICUBIC, antialias=True)

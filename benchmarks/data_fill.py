@@ -22,7 +22,7 @@ from llava_mcore.data.samples import Batch, EncodedSample, TokenSample
 
 
 class Undecoded(ChatTaskEncoder):
-    """Leaves the pictures out: only lengths count here."""
+    """Leaves the images out: only lengths count here."""
 
     def postencode_sample(self, sample: TokenSample) -> EncodedSample:
         return EncodedSample.derive_from(

@@ -31,7 +31,7 @@ def english_words() -> list[str]:
 
 
 def make_hf_assets(folder: Path, *, image_size: int, seq_length: int) -> Path:
-    """Write a Hugging Face folder (no weights): LLaVA 1.5's processor at a picture size, and a real BPE tokenizer."""
+    """Write a Hugging Face folder (no weights): LLaVA 1.5's processor at an image size, and a real BPE tokenizer."""
     make_hf_folder(folder, "llava-1.5-7b", seq_length=seq_length)
     config = LlavaConfig.from_pretrained(folder)
     config.vision_config.image_size = image_size
@@ -70,7 +70,7 @@ def make_pictures(sizes: Sequence[tuple[int, int]], number: int) -> list[bytes]:
 
 
 def make_samples(number: int, pictures: Sequence[bytes], *, text_only: float, median_tokens: int) -> list[Sample]:
-    """Return samples whose texts have log-normal lengths; `text_only` is the part without a picture."""
+    """Return samples whose texts have log-normal lengths; `text_only` is the part without an image."""
     draw, words, samples = np.random.default_rng(0), english_words(), []
     for index in range(number):
         length = min(1500, 4 + int(draw.lognormal(np.log(median_tokens / TOKENS_PER_WORD), 0.8)))

@@ -3,7 +3,7 @@
     python -m benchmarks.data_peers --workers 1 --json out.json
 
 All decode and resize the same JPEGs with torchvision's decoder. Ours also reads tokens and masks, and collates
-micro-batches as training takes them, with and without packing; the others parse a sample's json and stack the pictures
+micro-batches as training takes them, with and without packing; the others parse a sample's json and stack the images
 of four samples. Times are those of all processes. MosaicML streaming reads the same samples in its own format; it is
 left out, and said, where `mosaicml-streaming` is not installed. Needs scikit-learn.
 """
@@ -45,7 +45,7 @@ SIZE = (640, 480)
 
 
 def pixels(jpeg: bytes) -> Tensor:
-    """Return a picture as the bare loop makes it, uint8 [3, h, w]."""
+    """Return an image as the bare loop makes it, uint8 [3, h, w]."""
     image = F.resize(torchvision(jpeg), [CROPPED], interpolation=F.InterpolationMode.BICUBIC, antialias=True)
     return F.center_crop(image, [CROPPED, CROPPED])
 

@@ -3,9 +3,9 @@
     apt-get install openclipart-png fonts-noto-color-emoji
     python -m benchmarks.dedup_planted --out found --json out.json
 
-Of some pictures of each package there are copies: resized, compressed as JPEG, both, with other colors, with a few
-words of the text changed, and with another question. All other samples have the same text, so that pictures alone
-decide. A pair that was found is right if both are copies of one picture; files with equal pixels, of which the clip art
+Of some images of each package there are copies: resized, compressed as JPEG, both, with other colors, with a few
+words of the text changed, and with another question. All other samples have the same text, so that images alone
+decide. A pair that was found is right if both are copies of one image; files with equal pixels, of which the clip art
 has some, are one. The other pairs are written to `--out` to be looked at.
 """
 
@@ -36,7 +36,7 @@ from llava_mcore.dedup.report import LIST
 CLIP_ART = Path("/usr/share/openclipart/png")
 EMOJI = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 FONT_SIZE, CANVAS = 109, 144
-"""The only size that the font has, and the pixels of a picture."""
+"""The only size that the font has, and the pixels of an image."""
 LARGEST = 640
 """Pixels of the longer side of the clip art; some has thousands."""
 MAX_BYTES, MAX_PIXELS = 300_000, 4_000_000
@@ -45,10 +45,10 @@ LINES = "stars"
 """A folder of the clip art that is left out: stars of hundreds of one-pixel lines, whose patterns resizing changes, and
 which differ from each other less than that."""
 FILTERS = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC, Image.Resampling.LANCZOS)
-QUESTION, ANSWER = "<image>\nWhat is in the picture?", "A drawing."
+QUESTION, ANSWER = "<image>\nWhat is in the image?", "A drawing."
 OTHER_QUESTION, OTHER_ANSWER = "<image>\nWho may have drawn this, and when?", "That cannot be said from it alone."
 LONG_ANSWER = (
-    "The picture is a drawing with clear outlines and few colors, as they are made for signs, letters and web pages. "
+    "The image is a drawing with clear outlines and few colors, as they are made for signs, letters and web pages. "
     "Its subject stands alone on an empty ground, seen from the front, and there is neither text nor a frame around it."
 )
 CHANGES = (("clear", "sharp"), ("stands alone", "is alone"))
@@ -105,14 +105,14 @@ def on_white(drawing: Image.Image) -> Image.Image:
 
 
 def resized(image: Image.Image, draw: random.Random) -> Image.Image:
-    """Return a picture of another size, at least 48 pixels wide and high."""
+    """Return an image of another size, at least 48 pixels wide and high."""
     scale = max(draw.choice((0.4, 0.5, 0.75, 1.5, 2)), 48 / min(image.size))
     size = (round(image.width * scale), round(image.height * scale))
     return image.resize(size, draw.choice(FILTERS))
 
 
 def recolored(image: Image.Image, draw: random.Random) -> Image.Image:
-    """Return a picture with other hues, or in gray."""
+    """Return an image with other hues, or in gray."""
     if draw.random() < 0.3:
         return ImageOps.grayscale(image).convert("RGB")
     pixels = np.asarray(image.convert("HSV")).copy()
@@ -121,14 +121,14 @@ def recolored(image: Image.Image, draw: random.Random) -> Image.Image:
 
 
 def encoded(image: Image.Image, quality: int | None = None) -> bytes:
-    """Return a picture as PNG, or as JPEG of a quality."""
+    """Return an image as PNG, or as JPEG of a quality."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG") if quality is None else image.save(buffer, "JPEG", quality=quality)
     return buffer.getvalue()
 
 
 def copies(original: int, drawing: Image.Image, draw: random.Random) -> list[Planted]:
-    """Return a picture's own sample and its copies."""
+    """Return an image's own sample and its copies."""
     image = on_white(drawing)
     plain = encoded(drawing)
     long = LONG_ANSWER
@@ -148,7 +148,7 @@ def copies(original: int, drawing: Image.Image, draw: random.Random) -> list[Pla
 
 
 def sheet(pairs: list[tuple[bytes, bytes]], file: Path) -> None:
-    """Write pairs of pictures, four to a row."""
+    """Write pairs of images, four to a row."""
     cell = 130
     image = Image.new("RGB", (8 * cell + 60, cell * max(1, -(-len(pairs) // 4))), "white")
     for n, pair in enumerate(pairs):

@@ -19,15 +19,15 @@ from benchmarks.record import ROOT, show
 QUESTIONS = 6
 """Asked questions; the first one also waits for what the browser and the server do once."""
 SHOWN = 2
-"""Of them in the picture, so that both fit."""
+"""Of them in the image, so that both fit."""
 READY = "the page is at "
 
 
 def main() -> None:
-    """Start the page, ask, print a table, write the picture."""
+    """Start the page, ask, print a table, write the image."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--hf-dir", type=Path, required=True, help="the quickstart's export")
-    parser.add_argument("--exam", type=Path, required=True, help="the quickstart's held-out pictures and questions")
+    parser.add_argument("--exam", type=Path, required=True, help="the quickstart's held-out images and questions")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "demo.png")
     parser.add_argument("--port", type=int, default=7861)
     args = parser.parse_args()

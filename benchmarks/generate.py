@@ -67,7 +67,7 @@ def random_config() -> PretrainedConfig:
 
 
 def make_prompt(hf: PretrainedConfig, seed: int, num_text: int) -> Prompt:
-    """Return a prompt with one random picture."""
+    """Return a prompt with one random image."""
     generator = torch.Generator().manual_seed(seed)
     n, side = features_per_tile(hf), image_side(hf.vision_config)
     text = torch.randint(10, hf.text_config.vocab_size, (num_text,), generator=generator)
@@ -123,7 +123,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--hf-dir", type=Path, help="take the sizes of this folder's config.json")
     p.add_argument("--num-new", type=int, default=64, help="tokens of an answer")
-    p.add_argument("--num-text", type=int, default=44, help="tokens of a prompt beside its picture")
+    p.add_argument("--num-text", type=int, default=44, help="tokens of a prompt beside its image")
     p.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8], help="numbers of prompts at the same time")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = p.parse_args()

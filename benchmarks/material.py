@@ -49,7 +49,7 @@ def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation with at most one picture or sound."""
+    """One conversation with at most one image or sound."""
 
     question: str
     answer: str
@@ -65,7 +65,7 @@ def make_shards(
     num_pictures: int = 64,
     sizes: Sequence[tuple[int, int]] = ((640, 480),),
 ) -> Path:
-    """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one picture.
+    """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one image.
 
     Answers are cut from Python's language reference, which every Python brings: English that a model can learn.
     """
@@ -100,7 +100,7 @@ def make_sound_shards(folder: Path, *, num_samples: int, num_shards: int = 8, nu
 
 def make_flac(seed: int, seconds: float, rate: int = 16_000) -> bytes:
     """Return noise whose loudness changes as a FLAC of one channel."""
-    import soundfile  # which benchmarks with pictures do without
+    import soundfile  # which benchmarks with images do without
 
     noise = np.random.default_rng(seed).standard_normal(round(seconds * rate))
     loudness = 0.1 * (1 + np.sin(np.arange(len(noise)) / rate * 20))

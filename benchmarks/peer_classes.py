@@ -24,8 +24,8 @@ from llava_mcore.media.batch_fields import MEDIA_SEQLENS, PIXEL_SCALE, PIXEL_VAL
 from llava_mcore.media.media import MediaPlan, MediaTokens, Size
 
 IMAGE_SIZES, IMAGE_GRID = "image_sizes", "image_grid_thw"
-"""Fields of a micro-batch's media: heights and widths [pictures, 2], and patches in time, height and width
-[pictures, 3]."""
+"""Fields of a micro-batch's media: heights and widths [images, 2], and patches in time, height and width
+[images, 3]."""
 
 
 class PeerClass:
@@ -34,18 +34,18 @@ class PeerClass:
     tower = "vision_tower"
     """Its name in the model."""
     packs_pictures = False
-    """Whether the tower computes on patches of all pictures as one pack."""
+    """Whether the tower computes on patches of all images as one pack."""
 
     def assets(self, assets: Assets) -> Assets:
         """Return what the loader reads with, so that it hands over all that the model takes."""
         return assets
 
     def inputs(self, config: PretrainedConfig, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """Return arguments of the model's forward that describe pictures; tensors on the device, or sizes as lists."""
+        """Return arguments of the model's forward that describe images; tensors on the device, or sizes as lists."""
         return {"pixel_values": pixels(batch, device)}
 
     def blank(self, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
-        """Return arguments of `get_image_features` for one blank picture, for micro-batches without any: transformers
+        """Return arguments of `get_image_features` for one blank image, for micro-batches without any: transformers
         takes no empty tensor, and every rank must compute a gradient of every weight."""
         size = config.vision_config.image_size
         return {"pixel_values": torch.zeros(1, 3, size, size, device=device)}
@@ -55,7 +55,7 @@ class PeerClass:
         return AutoModelForImageTextToText.from_config(config, **options)
 
     def unused(self, base: nn.Module, pictures: dict[str, Any]) -> Sequence[Tensor]:
-        """Return the features of a blank picture, by the model without its output layer."""
+        """Return the features of a blank image, by the model without its output layer."""
         return base.get_image_features(**pictures).pooler_output
 
     def use_liger(self, model: PreTrainedModel) -> None:
@@ -68,10 +68,10 @@ class PeerClass:
 
 
 class Onevision(PeerClass):
-    """LlavaOnevisionForConditionalGeneration: it cuts pictures by their sizes, on the host."""
+    """LlavaOnevisionForConditionalGeneration: it cuts images by their sizes, on the host."""
 
     def assets(self, assets: Assets) -> Assets:
-        """Return assets that also say what size a picture had."""
+        """Return assets that also say what size an image had."""
         return replace(assets, plan=with_values(assets.plan, IMAGE_SIZES, lambda size: size))
 
     def inputs(self, config: PretrainedConfig, batch: Batch, device: torch.device) -> dict[str, Any]:
@@ -86,13 +86,13 @@ class Onevision(PeerClass):
 
 
 class Qwen25VL(PeerClass):
-    """Qwen2_5_VLForConditionalGeneration: patches [n, 3 * 2 * 14 * 14] of pictures of any size."""
+    """Qwen2_5_VLForConditionalGeneration: patches [n, 3 * 2 * 14 * 14] of images of any size."""
 
     tower = "visual"
     packs_pictures = True
 
     def assets(self, assets: Assets) -> Assets:
-        """Return assets that also say how many patches a picture has."""
+        """Return assets that also say how many patches an image has."""
         plan: Any = assets.plan
         return replace(assets, plan=with_values(plan, IMAGE_GRID, lambda size: plan.grid_of(*size)))
 
@@ -121,7 +121,7 @@ class Qwen25VL(PeerClass):
         }
 
     def blank(self, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
-        """Return a picture of one feature."""
+        """Return an image of one feature."""
         vision = config.vision_config
         merge, values = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
         pixel_values = torch.zeros(merge**2, vision.in_channels * values, device=device)
@@ -175,7 +175,7 @@ CLASSES: dict[str, PeerClass] = {
 
 
 def with_values(plan: MediaPlan, name: str, of_size: Callable[[Size], Sequence[int]]) -> MediaPlan:
-    """Return a plan whose pictures also carry some numbers that their height and width decide, as a field `name`."""
+    """Return a plan whose images also carry some numbers that their height and width decide, as a field `name`."""
 
     def tokens(sizes: Sequence[Size]) -> list[MediaTokens]:
         return [

@@ -68,7 +68,7 @@ class Stack:
 class Inputs:
     """One micro-batch. No container that FSDP looks into: it would move what must stay on the host to the GPU.
 
-    `text`: arguments of the model's forward about tokens. `pictures`: those about pictures; without any
+    `text`: arguments of the model's forward about tokens. `pictures`: those about images; without any
     (`has_pictures`), arguments of `get_image_features` for a blank one. `rows`: the flat [b * s] tokens that are
     trained, `targets`: what they predict.
     """

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 Size = tuple[int, int]
-"""Width and height of a picture in pixels."""
+"""Width and height of an image in pixels."""
 
 CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
@@ -96,7 +96,7 @@ Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen3_5", "qwen2_audio
 
 @dataclass(frozen=True)
 class Shape:
-    """A tower and a decoder in one of Hugging Face's classes, and the sizes of the pictures that it is measured on
+    """A tower and a decoder in one of Hugging Face's classes, and the sizes of the images that it is measured on
     (NO_PICTURES: sounds).
 
     `vision`, `text`: fields of their configs. `tower`: ignored by classes that have one of their own.
@@ -221,7 +221,7 @@ def _write_llava(folder: Path, shape: Shape, text: dict[str, Any]) -> Pretrained
 
 
 def _write_qwen(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
-    """Write a folder of Qwen2_5_VLForConditionalGeneration; its pictures keep their size, rounded to whole patches."""
+    """Write a folder of Qwen2_5_VLForConditionalGeneration; its images keep their size, rounded to whole patches."""
     tokenizer = make_tokenizer(QWEN_SPECIAL, QWEN_TEMPLATE)
     head = text["hidden_size"] // text["num_attention_heads"]
     sections = [head // 8, head * 3 // 16, head * 3 // 16]  # 16, 24, 24 of 64 frequencies in the 7B model
@@ -242,7 +242,7 @@ def _write_qwen(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedC
 
 def _write_qwen3_5(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
     """Write a folder of Qwen3_5ForConditionalGeneration: three delta nets, then attention that rotates a quarter of
-    each head; its pictures keep their size, rounded to whole patches."""
+    each head; its images keep their size, rounded to whole patches."""
     tokenizer = make_tokenizer(QWEN_SPECIAL, QWEN_TEMPLATE)
     half = text["head_dim"] // 8
     sections = [(half + 2) // 3, (half + 1) // 3, half // 3]  # 11, 11, 10 of 32 frequencies in the 9B model

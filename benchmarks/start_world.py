@@ -69,7 +69,7 @@ def write_positions(folder: Path, dp: int) -> None:
 
 
 def host(folder: Path, tp: int, pp: int, steps: int) -> dict[str, Any]:
-    """Do what a rank's host does without a model: connect, read positions, take steps without pictures."""
+    """Do what a rank's host does without a model: connect, read positions, take steps without images."""
     sockets, begin = num_sockets(), time.perf_counter()
     with fake_device_groups():
         groups = initialize(backend="fake", tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -95,7 +95,7 @@ def host(folder: Path, tp: int, pp: int, steps: int) -> dict[str, Any]:
 
 
 class EmptyBatches:
-    """A loader of micro-batches of eight tokens without pictures."""
+    """A loader of micro-batches of eight tokens without images."""
 
     def __next__(self) -> Batch:
         media = {

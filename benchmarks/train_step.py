@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def make_data(where: Path, sizes: Sequence[Size], num_samples: int) -> None:
-    """Make shards that appear under their name when they are complete. `sizes`: of pictures; none for sounds."""
+    """Make shards that appear under their name when they are complete. `sizes`: of images; none for sounds."""
     parts = where.with_name(where.name + ".partial")
     shutil.rmtree(parts, ignore_errors=True)
     if sizes:
@@ -134,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vision-data-parallel",
         action="store_true",
-        help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the pictures",
+        help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the images",
     )
     parser.add_argument(
         "--weights", action="store_true", help="all layouts begin with the same weights, imported first"

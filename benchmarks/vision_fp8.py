@@ -5,7 +5,7 @@
 Forward is what a frozen tower does in a training step, both is what a trained one does. "ms" is the wall time of passes
 that follow each other; "host ms" is how long the host took to launch them. Where that is longer, the GPU waits.
 "off %" is the mean distance of the features from fp32's, as a percentage of their mean size. The variants
-alternate; figures are medians of the rounds. The number of pictures times tokens must be a multiple of 16.
+alternate; figures are medians of the rounds. The number of images times tokens must be a multiple of 16.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def tower(hf: LlavaConfig, dtype: torch.dtype, fp8: Fp8Options | None = None) ->
 
 
 def features(model: VisionTransformer, pixels: Tensor) -> Tensor:
-    """Return the tower's features of pictures, in fp32."""
+    """Return the tower's features of images, in fp32."""
     with torch.no_grad():
         result: Tensor = model(pixels, {}).float()
     return result

@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = (".def", ".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".yaml")
-THINGS = "bytes|ms|FLOPs|(one|a) (line|object|piece|file|row)|(token|picture|sample|feature|pack|tile|layer|chunk)s"
-UNITS = "sample|picture|pack|tile|token|step|stage|rank|process|micro-batch|layer|file|second|parameter|iteration|row"
+THINGS = "bytes|ms|FLOPs|(one|a) (line|object|piece|file|row)|(token|image|sample|feature|pack|tile|layer|chunk)s"
+UNITS = "sample|image|pack|tile|token|step|stage|rank|process|micro-batch|layer|file|second|parameter|iteration|row"
 
 EVERYWHERE = {
     r"park(s|ed|ing)?": "keep, store",
@@ -33,7 +33,7 @@ EVERYWHERE = {
     r"learnt": "trained, learned",
     r"behind": "after",
     r"lies?|lay": "is, are",
-    r"(is|are|was|were) no (checkpoint|file|list|multiple|number|picture|tensor|text|whole number)s?": "is not a",
+    r"(is|are|was|were) no (checkpoint|file|list|multiple|number|image|tensor|text|whole number)s?": "is not a",
     rf"({THINGS}) an? (trained )?({UNITS})": "per",
     r"known are": "supported: or allowed:",
     r"beside each other": "side by side",
@@ -43,6 +43,7 @@ EVERYWHERE = {
     r"(final|initial|normal|token|(de)?quant)is(ations?|e[ds]?|ing)": "-ize",
 }
 PAGES = {
+    r"(?<![\"/-])pictures?(?![\".-])": "image",
     r"box(es)?": "slice",
 }
 """Word or phrase -> what to write instead. `PAGES` applies to the documentation only."""

@@ -98,6 +98,11 @@ def _line_of_ours(error: OSError) -> str:
     return f"standard output or a file{line}"
 
 
+def with_article(noun: str) -> str:
+    """Return a noun with its indefinite article: "an image", "a video"."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number of things, as "1 row" or "2,000 rows"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

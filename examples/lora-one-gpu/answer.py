@@ -1,4 +1,4 @@
-"""Answer a question about a picture with an exported adapter: transformers and PEFT alone, nothing of this project."""
+"""Answer a question about an image with an exported adapter: transformers and PEFT alone, nothing of this project."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Scans of handwritten digits → pictures with questions: energon shards to train on, a folder to be examined on.
+"""Scans of handwritten digits → images with questions: energon shards to train on, a folder to be examined on.
 
 The scans are the 1,797 that scikit-learn ships (8 x 8 pixels, 17 levels of gray). One in five is held out, by scan:
-no picture made from a held-out scan, however moved or turned, gets into a shard.
+no image made from a held-out scan, however moved or turned, gets into a shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from questions import FORMS, ask, draw_form
 from sklearn.datasets import load_digits
 
 IMAGE_SIZE = 56
-"""Pixels along an edge of a picture."""
+"""Pixels along an edge of an image."""
 SPLIT_SEED = 0
 SHARD_SIZE = 2000
 """Samples in one shard."""
@@ -75,7 +75,7 @@ def draw(scan: Scan, rng: random.Random | None = None) -> Image.Image:
 
 
 def _jitter(picture: Image.Image, rng: random.Random) -> Image.Image:
-    """Turn by up to 12 degrees, scale by up to a tenth, move by up to a fourteenth of the picture."""
+    """Turn by up to 12 degrees, scale by up to a tenth, move by up to a fourteenth of the image."""
     angle, scale = math.radians(rng.uniform(-12, 12)), 1 / rng.uniform(0.9, 1.1)
     cos, sin, middle = math.cos(angle) * scale, math.sin(angle) * scale, IMAGE_SIZE / 2
     x, y = (middle + rng.uniform(-1, 1) * IMAGE_SIZE / 14 for _ in range(2))

@@ -43,7 +43,7 @@ def _answers(
 
 
 def conversation(question: str) -> list[dict[str, object]]:
-    """Return one user turn with a picture, as processors take it."""
+    """Return one user turn with an image, as processors take it."""
     return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
 
 

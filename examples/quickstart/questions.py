@@ -20,7 +20,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about one picture."""
+    """A question about one image."""
 
     form: str
     text: str
@@ -47,12 +47,12 @@ FORMS: dict[str, Form] = {
         weight=6,
     ),
     "is it even": Form(
-        ("Is this digit even?", "Is it an even number?", "Does the picture show an even digit?"),
+        ("Is this digit even?", "Is it an even number?", "Does the image show an even digit?"),
         lambda digit: "no" if digit % 2 else "yes",
         weight=2,
     ),
     "larger than five": Form(
-        ("Is it larger than five?", "Is this digit greater than five?", "Does the picture show more than five?"),
+        ("Is it larger than five?", "Is this digit greater than five?", "Does the image show more than five?"),
         lambda digit: "yes" if digit > 5 else "no",
         weight=2,
     ),

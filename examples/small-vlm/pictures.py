@@ -1,4 +1,4 @@
-"""Emoji as labeled pictures: Google's drawings (fonts-noto-color-emoji), sorted as Unicode sorts them (unicode-data).
+"""Emoji as labeled images: Google's drawings (fonts-noto-color-emoji), sorted as Unicode sorts them (unicode-data).
 
 Only emoji of one character are taken. A family is a set of emoji that look alike but for their color, or whose names
 differ by a color, a size or a direction only: a family is trained on or held out as a whole.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 CANVAS = 144
-"""Pixels along an edge of a picture; the drawings in the font have 136 x 128."""
+"""Pixels along an edge of an image; the drawings in the font have 136 x 128."""
 FONT_SIZE = 109
 """The only size that the font has."""
 ALIKE = 0.06
@@ -52,7 +52,7 @@ KINDS: dict[str, str] = {
     "tool": "tool",
     "vehicle": "transport-ground transport-water transport-air",
 }
-"""What the pictures show -> Unicode's subgroups of it. The others are not used."""
+"""What the images show -> Unicode's subgroups of it. The others are not used."""
 _KIND_OF = {subgroup: kind for kind, subgroups in KINDS.items() for subgroup in subgroups.split()}
 
 

@@ -1,4 +1,4 @@
-"""What the example shows at its end: a table, the loss curves, and held-out pictures with questions and answers."""
+"""What the example shows at its end: a table, the loss curves, and held-out images with questions and answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plot_losses(runs: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -
 
 
 def plot_predictions(rows: Sequence[dict[str, Any]], answers: Sequence[str], pictures: Path, path: Path) -> None:
-    """Draw held-out pictures with question and answer, green where right, drawn at random over all forms."""
+    """Draw held-out images with question and answer, green where right, drawn at random over all forms."""
     rng = random.Random(0)
     by_form = {form: [i for i, row in enumerate(rows) if form_of(row) == form] for form in FORMS}
     for numbers in by_form.values():
@@ -73,7 +73,7 @@ def print_summary(stages: Stages, shares: Mapping[str, Mapping[str, float]], num
     times.add_section()
     times.add_row("all stages", f"{sum(stages.seconds.values()):.0f}", f"{sum(stages.cpu_seconds.values()):.0f}")
     Console().print(times)
-    scores = Table("right answers about held-out pictures", title="Held-out emoji")
+    scores = Table("right answers about held-out images", title="Held-out emoji")
     for form in FORMS:
         scores.add_column(f"{form}\n({numbers[form]} questions)", justify="right")
     for name, values in shares.items():

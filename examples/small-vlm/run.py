@@ -35,7 +35,7 @@ NUM_VIEWS = 3
 """Drawings of every emoji to train on, each turned, scaled and moved differently."""
 RUNS = ("stage1", "stage2", "text_only")
 TEXT_ONLY_ITERATIONS = 136
-"""Without pictures more conversations fit into a pack: stage 2 sees as many in its 220 iterations."""
+"""Without images more conversations fit into a pack: stage 2 sees as many in its 220 iterations."""
 
 
 def main() -> int:
@@ -48,14 +48,14 @@ def main() -> int:
         sys.exit(str(error))
     fresh_folder(out, MARK)
     stages("unpack DINOv2", lambda: unpack_tower(weights, out / "dinov2"))
-    stages("draw pictures and ask about them", lambda: write_rows(out, emoji, args.num_views, args.num_held_out))
+    stages("draw images and ask about them", lambda: write_rows(out, emoji, args.num_views, args.num_held_out))
     stages("build the model", lambda: build(out, language_model))
     stages("prepare shards", lambda: prepare(out))
     stages("Hugging Face → Megatron", lambda: script("convert/convert_hf_to_megatron.py", *import_flags(out)))
     for name in RUNS:
         stages(f"train {name}", partial(train, out, name, args.train_iters))
     stages("Megatron → Hugging Face", lambda: export(out))
-    stages("answer questions about held-out pictures", lambda: evaluate(out))
+    stages("answer questions about held-out images", lambda: evaluate(out))
     return summary(out, stages)
 
 
@@ -103,7 +103,7 @@ def unpack_tower(file: Path, folder: Path) -> None:
 
 
 def write_rows(out: Path, emoji: list[Emoji], num_views: int, num_held_out: int | None) -> None:
-    """Write pictures and conversations: to train on, for the exam, and both without pictures."""
+    """Write images and conversations: to train on, for the exam, and both without images."""
     import conversations
     import pictures
 
@@ -136,7 +136,7 @@ def save(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def build(out: Path, language_model: Path) -> None:
-    """Build the model, and let a picture of any size be one tile, as those to train on are."""
+    """Build the model, and let an image of any size be one tile, as those to train on are."""
     parts = ["--text-model", language_model, "--vision-model", out / "dinov2", "--connector", "pixel_shuffle"]
     sizes = ["--image-size", IMAGE_SIZE, "--dtype", "float32", "--chat-template", "chatml"]
     script("convert/build_llava_jp.py", "--save-dir", out / "hf", *parts, *sizes)
@@ -187,7 +187,7 @@ def export(out: Path) -> None:
 
 
 def evaluate(out: Path) -> None:
-    """Let the exported models answer: those with pictures, and the baseline without."""
+    """Let the exported models answer: those with images, and the baseline without."""
     for name, models in {"exam": ("stage1", "stage2"), "exam_text": ("text_only",)}.items():
         folders: list[object] = [x for model in models for x in ("--hf-dir", out / "exports" / model)]
         places = ["--data-path", out / "shards" / name, "--split", "train", "--json", out / f"{name}_answers.json"]

@@ -131,7 +131,7 @@ def hear(folder: Path, held_out: Sequence[Prompt]) -> list[str]:
 def summary(
     out: Path, stages: Stages, train: Sequence[Prompt], held_out: Sequence[Prompt], heard: dict[str, list[str]]
 ) -> int:
-    """Print the table, write results.json and the pictures, and say whether training helped.
+    """Print the table, write results.json and the images, and say whether training helped.
 
     Args:
         heard: before and after training, what was heard in each held-out recording.

@@ -201,7 +201,7 @@ class LinearAdapter:
 
     @property
     def divides_input(self) -> bool:
-        """Whether ranks hold different parts of what the layer reads: features, tokens or pictures."""
+        """Whether ranks hold different parts of what the layer reads: features, tokens or images."""
         division = self.division
         return division.own_tokens or (
             division.tp_size > 1 and (division.is_row_parallel or division.sequence_parallel)

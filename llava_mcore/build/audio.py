@@ -104,7 +104,7 @@ def _refuse_picture_flags(options: BuildOptions) -> None:
     defaults = {field.name: field.default for field in fields(BuildOptions)}
     flags = [flag for name, flag in PICTURE_FLAGS.items() if vars(options)[name] != defaults[name]]
     if flags:
-        raise ConfigError(f"--audio-model builds Qwen2-Audio, which has no pictures: omit {', '.join(flags)}")
+        raise ConfigError(f"--audio-model builds Qwen2-Audio, which has no images: omit {', '.join(flags)}")
 
 
 def load_encoder_config(source: ModelSource) -> Qwen2AudioEncoderConfig:

@@ -21,7 +21,7 @@ def choose_template(
 
     Raises:
         ConfigError: unknown name, unreadable file, or the tokenizer cannot spell the format's tokens.
-        ConversionError: the template cannot render a question and its answer, with or without a picture.
+        ConversionError: the template cannot render a question and its answer, with or without an image.
     """
     if choice is None and tokenizer.chat_template:
         template, origin = _own_template(tokenizer), "the text model's tokenizer"

@@ -131,7 +131,7 @@ def check_folder(folder: Path, *, config: PretrainedConfig, processor: Processor
     num_features = placeholders_of(read_config, read_processor, (picture.height, picture.width))
     if placeholders != num_features:
         errors.append(
-            f"processor: {placeholders} placeholders for a picture, but the model computes {num_features} features"
+            f"processor: {placeholders} placeholders for an image, but the model computes {num_features} features"
         )
     if architecture_of(read_config).takes_videos:
         errors += _video_problems(read_config, read_processor, (picture.height, picture.width))
@@ -158,7 +158,7 @@ def _video_placeholders(config: PretrainedConfig, processor: ProcessorMixin, sha
 
 
 def placeholders_of(config: PretrainedConfig, processor: ProcessorMixin, size: Size) -> int:
-    """Return the number of placeholders that the model needs for a picture of this height and width."""
+    """Return the number of placeholders that the model needs for an image of this height and width."""
     plan = architecture_of(config).media(config, Processing(processor.tokenizer, processor.image_processor, {}))
     return int((plan.tokens([size])[0].ids == config.image_token_id).sum())
 
@@ -210,7 +210,7 @@ def _say_features(
     options: BuildOptions,
     say: Say,
 ) -> None:
-    """Print what the projector reads, because it determines how pictures become tokens."""
+    """Print what the projector reads, because it determines how images become tokens."""
     config, projector = model.config, kind.projector(model)
     input_width = kind.widths(projector, config.text_config.hidden_size)[0]
     layers = " and ".join(str(layer) for layer in plan.layers)
@@ -218,7 +218,7 @@ def _say_features(
     tokens = f"{kind.tokens_per_tile(config)} tokens per {kind.tile}"
     if pinpoints := kind.pinpoints(config.vision_config):
         most_tokens = max(placeholders_of(config, processor, (height, width)) for height, width in pinpoints)
-        tokens += f", about {most_tokens} for a picture with the largest grid"
+        tokens += f", about {most_tokens} for an image with the largest grid"
     if architecture_of(config).takes_videos:
         one, two = (_video_placeholders(config, processor, VideoShape(n, 64, 64)) for n in (1, 2))
         tokens += f", {two - one} per frame of a video"

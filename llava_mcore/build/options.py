@@ -27,7 +27,7 @@ class BuildOptions:
     Attributes:
         save_dir: folder to create; must be new or empty.
         gguf_file: name of the GGUF file inside the text model's folder; None: search for one.
-        audio_model: of Whisper; None: a model with pictures is built.
+        audio_model: of Whisper; None: a model with images is built.
         tokenizer: None: the text model's.
         image_processor: None: the vision model's.
         chat_template: name of a template or Jinja file; None: the tokenizer's template, or a plain one.
@@ -36,7 +36,7 @@ class BuildOptions:
         expand_projector: let the projector read a second layer of the tower, so that its input is twice as wide.
         connector: one of CONNECTORS; None: that of the architecture.
         architecture: one of ARCHITECTURES; None: the first with the connector, llava without one.
-        image_size: height and width of a picture in pixels; None: that of the image processor.
+        image_size: height and width of an image in pixels; None: that of the image processor.
         vision_feature_layers: indices into the tower's hidden states (0 is the embedding), as in LlavaConfig; None:
             the class's default.
         vision_feature_select_strategy: None: "default" (drop the class token) for CLIP and "full" for SigLIP.

@@ -26,7 +26,7 @@ class FeatureShape:
     """The part of the tower's output that the projector reads.
 
     `layers`: indices into its hidden states. `class_tokens`: positions before the patches, with registers. `tokens`:
-    positions that the tower outputs per picture or tile. `input_width`: features per position, of all layers together.
+    positions that the tower outputs per image or tile. `input_width`: features per position, of all layers together.
     """
 
     layers: tuple[int, ...]
@@ -64,7 +64,7 @@ def load_vision_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def load_vision_tower(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Read the tower's weights. Its positions are interpolated to pictures of the size in `config` (see `resized`).
+    """Read the tower's weights. Its positions are interpolated to images of the size in `config` (see `resized`).
 
     Raises:
         ConversionError: it is unreadable, or weights are missing.
@@ -79,7 +79,7 @@ def load_vision_tower(source: ModelSource, config: PreTrainedConfig, dtype: torc
 
 
 def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Replace the position embeddings with those that transformers interpolates for pictures of the size in
+    """Replace the position embeddings with those that transformers interpolates for images of the size in
     `config`."""
     family, side, embeddings = tile_tower(config), image_side(config), tower.embeddings
     # Registers get no position: transformers inserts them afterwards. Only the shape is read.
@@ -89,7 +89,7 @@ def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> 
     if positions.shape != patches.shape:
         raise ConversionError(
             f"transformers interpolates the positions of {config.model_type} to {tuple(positions.shape)}, expected "
-            f"{tuple(patches.shape)}: this version of transformers cannot be used for pictures of {side} px"
+            f"{tuple(patches.shape)}: this version of transformers cannot be used for images of {side} px"
         )
     if family.interpolates:
         embeddings.position_embeddings = nn.Parameter(positions.clone())
@@ -99,7 +99,7 @@ def _interpolate_positions(tower: PreTrainedModel, config: PreTrainedConfig) -> 
 
 
 def plan_features(config: PreTrainedConfig, options: BuildOptions, layers: tuple[int, ...]) -> FeatureShape:
-    """Decide which hidden states are used and the number of positions of a picture.
+    """Decide which hidden states are used and the number of positions of an image.
 
     Args:
         layers: the class's default layers.
@@ -142,10 +142,10 @@ def _feature_layers(num_layers: int, layers: tuple[int, ...], *, expand: bool) -
 
 
 def asked_size(config: PreTrainedConfig, size: int | None, positions: int | None) -> PreTrainedConfig:
-    """Return the tower's configuration for pictures of --image-size; unchanged if that is not given.
+    """Return the tower's configuration for images of --image-size; unchanged if that is not given.
 
     Args:
-        positions: number of positions of the language model; None: a picture takes the same number at any size.
+        positions: number of positions of the language model; None: an image takes the same number at any size.
 
     Raises:
         ConfigError: the size is not a multiple of the tower's patches, or too large for the positions.
@@ -161,14 +161,14 @@ def asked_size(config: PreTrainedConfig, size: int | None, positions: int | None
     tokens = tile_tower(config).num_positions(resized_config)
     if positions is not None and tokens >= positions:
         raise ConfigError(
-            f"--image-size {size}: a picture would take {tokens:,} tokens, but the language model has {positions:,} "
+            f"--image-size {size}: an image would take {tokens:,} tokens, but the language model has {positions:,} "
             "positions (max_position_embeddings); take a smaller size"
         )
     return resized_config
 
 
 def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
-    """Return the tower's configuration for pictures of `side` pixels; unchanged if that is its size."""
+    """Return the tower's configuration for images of `side` pixels; unchanged if that is its size."""
     if side == image_side(config):
         return config
     result = copy.deepcopy(config)
@@ -177,7 +177,7 @@ def resized(config: PreTrainedConfig, side: int) -> PreTrainedConfig:
 
 
 def load_image_processor(source: ModelSource, config: PreTrainedConfig, options: BuildOptions) -> tuple[Any, int]:
-    """Read the image processor, try it on a non-square picture, and return it with the size of its output.
+    """Read the image processor, try it on a non-square image, and return it with the size of its output.
 
     With --image-size it is set to that size first, and `config` has that size.
 
@@ -191,12 +191,12 @@ def load_image_processor(source: ModelSource, config: PreTrainedConfig, options:
         if options.image_size is not None:
             processor = with_size(processor, size)
     picture = np.zeros((size // 2 + 3, size + 5, 3), dtype=np.uint8)
-    with reading("a picture through the image processor", source):
+    with reading("an image through the image processor", source):
         shape = tuple(processor(images=picture, return_tensors="pt")["pixel_values"].shape)
     takes_any = options.image_size is None and tile_tower(config).interpolates and shape[-1] >= patch_side(config)
     if shape != (1, 3, size, size) and not (takes_any and shape == (1, 3, shape[-1], shape[-1])):
         raise ConversionError(
-            f"{source}: the image processor makes pictures of shape {shape[1:]}, but the tower takes {(3, size, size)}"
+            f"{source}: the image processor makes images of shape {shape[1:]}, but the tower takes {(3, size, size)}"
             ". Give the matching one with --image-processor, or have both set with --image-size."
         )
     return processor, shape[-1]

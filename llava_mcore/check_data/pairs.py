@@ -1,4 +1,4 @@
-"""Preference pairs: each answer is checked as a conversation of its own, about the same pictures, videos and sounds."""
+"""Preference pairs: each answer is checked as a conversation of its own, about the same images, videos and sounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows a conversation as the model reads it, with trained parts marked and pictures abbreviated."""
+"""Shows a conversation as the model reads it, with trained parts marked and images abbreviated."""
 
 from __future__ import annotations
 

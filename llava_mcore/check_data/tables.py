@@ -101,7 +101,7 @@ def _print_lengths(report: DataReport, console: Console) -> None:
         quantiles = "  ".join(f"{name} {value}" for name, value in report.quantiles_of_patches().items())
         _line(console, f"{report.unit} per sample (data.max_media_tokens): {quantiles}")
     if any(tally.images) or not any(tally.audios):
-        _line(console, f"pictures per sample: {_listed(tally.images) or 'none could be used'}")
+        _line(console, f"images per sample: {_listed(tally.images) or 'none could be used'}")
     if tally.frames:
         _line(console, f"videos per sample: {_listed(tally.videos)}")
         _line(console, f"frames per video: {_listed(tally.frames)}")

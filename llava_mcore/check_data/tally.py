@@ -73,7 +73,7 @@ class Tally:
     """Tokens of a sample and its steps of the second budget -> number of samples. Steps take less memory than patches,
     and packing does not know more."""
     images: Counter[int] = field(default_factory=Counter)
-    """Pictures of a sample -> number of samples."""
+    """Images of a sample -> number of samples."""
     videos: Counter[int] = field(default_factory=Counter)
     """Videos of a sample -> number of samples."""
     frames: Counter[int] = field(default_factory=Counter)

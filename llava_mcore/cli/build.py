@@ -66,7 +66,7 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
         metavar="TAG_OR_DIR",
         help="Whisper model whose encoder is used: builds a Qwen2-Audio folder, without a vision tower",
     )
-    # How text and pictures reach them; by default each part brings its own.
+    # How text and images reach them; by default each part brings its own.
     group.add_argument("--tokenizer", metavar="TAG_OR_DIR", help="tokenizer (default: the text model's)")
     group.add_argument(
         "--image-processor",
@@ -88,14 +88,14 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         "--connector",
         choices=CONNECTORS,
         help="connects tower and language model, and determines the class of the folder: mlp for LLaVA, pixel_shuffle "
-        "for InternVL, Idefics3 and SmolVLM, which split pictures into tiles, perceiver for Idefics2, which keeps "
+        "for InternVL, Idefics3 and SmolVLM, which split images into tiles, perceiver for Idefics2, which keeps "
         "their proportions (default: that of the architecture)",
     )
     group.add_argument(
         "--architecture",
         choices=ARCHITECTURES,
-        help="Hugging Face class of the folder: llava (1.5) uses one tile per picture, llava_next (1.6) and "
-        "llava_onevision a base view and a grid of tiles, idefics3 and smolvlm a grid of tiles and the whole picture "
+        help="Hugging Face class of the folder: llava (1.5) uses one tile per image, llava_next (1.6) and "
+        "llava_onevision a base view and a grid of tiles, idefics3 and smolvlm a grid of tiles and the whole image "
         "(default: llava; internvl with pixel_shuffle, idefics2 with perceiver)",
     )
     group.add_argument(
@@ -116,12 +116,12 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         help="let the projector read a second layer of the tower, half as deep as the first, which makes its input "
         "twice as wide",
     )
-    # Which pictures the tower takes, and which of its features the language model gets.
+    # Which images the tower takes, and which of its features the language model gets.
     group.add_argument(
         "--image-size",
         type=int,
         metavar="N",
-        help="use pictures of N x N pixels: the tower's positions are interpolated as in transformers, and the "
+        help="use images of N x N pixels: the tower's positions are interpolated as in transformers, and the "
         "image processor is set to N (default: the image processor's size)",
     )
     group.add_argument(
@@ -129,7 +129,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="hidden state of the tower that becomes the picture's tokens: 0 is its embedding, -1 its last layer; "
+        help="hidden state of the tower that becomes the image's tokens: 0 is its embedding, -1 its last layer; "
         "several are concatenated (default: -2; -1 with pixel_shuffle and perceiver)",
     )
     group.add_argument(

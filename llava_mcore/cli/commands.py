@@ -36,7 +36,7 @@ _ROWS = (
     Command(
         "prepare",
         "prepare",
-        "write energon shards from conversations and pictures in any common format",
+        "write energon shards from conversations and images in any common format",
         script="data/prepare.py",
         uses_gpus=False,
         has_image=True,
@@ -61,10 +61,10 @@ _ROWS = (
     Command(
         "generate",
         "generate",
-        "answer questions about pictures, from a Hugging Face folder or a Megatron checkpoint",
+        "answer questions about images, from a Hugging Face folder or a Megatron checkpoint",
         has_image=True,
     ),
-    Command("chat", "chat", "chat about pictures in the terminal, with a Hugging Face folder's model", has_image=True),
+    Command("chat", "chat", "chat about images in the terminal, with a Hugging Face folder's model", has_image=True),
     Command("evaluate", "evaluate", "score models on a dataset, and on tasks of lm-eval and lmms-eval"),
     Command("serve", "serve", "serve a Hugging Face folder with OpenAI's interface"),
     Command("demo", "demo", "show a chat page for a model or a server"),

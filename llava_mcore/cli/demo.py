@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore demo",
         allow_abbrev=False,
-        description="Show a chat page (Gradio) for a model: upload a picture, ask about it. Give the model's folder, "
+        description="Show a chat page (Gradio) for a model: upload an image, ask about it. Give the model's folder, "
         "or a server that is already running.",
     )
     which = p.add_mutually_exclusive_group(required=True)
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--server", metavar="URL", help="address of a running server, such as http://localhost:8000/v1")
     p.add_argument(
         "--examples", type=Path, metavar="DIR",
-        help='folder with pictures and a questions.jsonl, lines of {"picture": "NAME.jpg", "question": "…"}',
+        help='folder with images and a questions.jsonl, lines of {"picture": "NAME.jpg", "question": "…"}',
     )  # fmt: skip
     p.add_argument("--host", default="localhost", help="address of the page (default %(default)s: this machine only)")
     p.add_argument("--port", type=port, default=DEFAULT_PORT, help="port of the page (default %(default)s)")

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore generate",
         allow_abbrev=False,
-        description="Answer a question about pictures, videos or sounds, or all questions of a prepared dataset. "
+        description="Answer a question about images, videos or sounds, or all questions of a prepared dataset. "
         "A Hugging Face folder is run by transformers, a Megatron checkpoint by tp x pp processes with a key/value "
         "cache. Both give the same tokens. Runs on GPUs if there are any.",
     )
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     # What it is asked: one question, or those of a dataset.
     one = p.add_argument_group("one question")
     one.add_argument("--question", help="text; <image>, <video> and <audio> may mark positions (default: at the start)")
-    one.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="picture; may be repeated")
+    one.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="image; may be repeated")
     one.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="video; may be repeated")
     one.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="sound; may be repeated")
     add_frame_flags(one)

@@ -1,4 +1,4 @@
-"""`prepare`: users' conversations and pictures → energon shards, ready for --data-path. Needs no GPU."""
+"""`prepare`: users' conversations and images → energon shards, ready for --data-path. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ formats (detected, or set with --format):
   openai        like sharegpt, with "content" as typed parts: text, image_url with a path, a file:// or a data: URI,
                 video_url, audio_url
   parquet, huggingface
-                .parquet files, a folder of them, or a folder saved by `datasets`; pictures as struct{bytes, path},
+                .parquet files, a folder of them, or a folder saved by `datasets`; images as struct{bytes, path},
                 bytes or
                 path; conversations, messages, texts or question/answer columns
   vqa           a folder or tar files of NNN.jpg, NNN.txt (answer) and NNN.json ({"question": …})
@@ -76,10 +76,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--format", choices=FORMATS, default="auto", help="format of the sources (default: auto)")
     p.add_argument("--image-dir", type=Path, help="base folder of relative paths (default: that of the source file)")
     p.add_argument("--source-split", default="train", help="split of a Hugging Face dataset (default: train)")
-    p.add_argument("--image-key", help="field with the pictures (default: image or images)")
+    p.add_argument("--image-key", help="field with the images (default: image or images)")
     p.add_argument("--question-key", help="field with the question (default: question, instruction, …)")
     p.add_argument("--answer-key", help="field with the answer (default: answer, answers, …)")
-    p.add_argument("--captions", action="store_true", help="there are no questions; the picture is the question")
+    p.add_argument("--captions", action="store_true", help="there are no questions; the image is the question")
     p.add_argument(
         "--preference-pairs", action="store_true", help="rows have a chosen and a rejected answer (docs/prepare.md)"
     )
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         help="fraction of the tar files, not of the rows, for validation (0)",
     )
     p.add_argument(
-        "--check-images", action="store_true", help="decode every picture and sound (default: read its header)"
+        "--check-images", action="store_true", help="decode every image and sound (default: read its header)"
     )
     _add_video_flags(p)
     p.add_argument("--audio-key", help="field with the sounds (default: audio or audios)")

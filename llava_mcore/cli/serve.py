@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore serve",
         allow_abbrev=False,
-        description="Serve a Hugging Face folder with OpenAI's interface (POST /v1/chat/completions, pictures as data "
+        description="Serve a Hugging Face folder with OpenAI's interface (POST /v1/chat/completions, images as data "
         "URLs) until Ctrl-C. There is no authentication: anyone who can reach the address can ask.",
     )
     p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder, such as an export")
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument(
         "--max-request-bytes", type=int, default=MAX_REQUEST_BYTES, metavar="N",
-        help="refuse larger requests, pictures included (default %(default)s)",
+        help="refuse larger requests, images included (default %(default)s)",
     )  # fmt: skip
     p.add_argument(
         "--dry-run", action="store_true",

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from llava_mcore.inference.generation.settings import TokenSampling
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
-LOGITS_HELP = "compare fp32 logits on this picture or sound with Hugging Face's, in tp x pp processes over gloo"
+LOGITS_HELP = "compare fp32 logits on this image or sound with Hugging Face's, in tp x pp processes over gloo"
 
 BASE_DIR_HELP = "checkpoints with the weights that an adapter was trained on (default: the folder at that time)"
 SPLITS = ("train", "val", "test")
 MEANINGS = {
-    "sample_bytes": "bytes of a sample, its json, pictures, frames and sounds together",
+    "sample_bytes": "bytes of a sample, its json, images, frames and sounds together",
     "text_chars": "characters of a conversation",
-    "picture_pixels": "width times height of a picture or frame",
+    "picture_pixels": "width times height of an image or frame",
     "frames": "frames of all videos of a conversation together",
 }
 
@@ -71,8 +71,8 @@ def add_sample_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_pixel_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the limits of the areas of resized pictures and frames."""
-    of_picture = "resized picture, for Qwen-VL (default: the image processor's)"
+    """Add the limits of the areas of resized images and frames."""
+    of_picture = "resized image, for Qwen-VL (default: the image processor's)"
     of_frame = "resized frame of a video, in Qwen3-VL of all its frames together (default: the video processor's)"
     for prefix, unit in (("--", of_picture), ("--video-", of_frame)):
         for end, limit in (("min-pixels", "minimum"), ("max-pixels", "maximum")):
@@ -82,7 +82,7 @@ def add_pixel_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def pixels_of(args: argparse.Namespace) -> PixelRange:
-    """Return the range of pictures from the flags."""
+    """Return the range of images from the flags."""
     return PixelRange(args.min_pixels, args.max_pixels)
 
 
@@ -117,7 +117,7 @@ def add_loading_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_answer_flags(parser: argparse.ArgumentParser, title: str = "answers") -> None:
-    """Add how tokens are chosen, how conversations are read, and the size of pictures."""
+    """Add how tokens are chosen, how conversations are read, and the size of images."""
     p = parser.add_argument_group(title)
     p.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="maximum per answer (default 128)")
     p.add_argument(

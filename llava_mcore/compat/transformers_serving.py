@@ -150,7 +150,7 @@ class _RequestGeneration:
             positions = f"{most_positions} positions (max_position_embeddings)"
             raise HTTPException(
                 400,
-                f"the prompt has {prompt} tokens, pictures included, "
+                f"the prompt has {prompt} tokens, images included, "
                 + (
                     f"and the model only {positions}: shorten the conversation"
                     if asked is None

@@ -82,7 +82,7 @@ class ParallelConfig(Section):
     sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
     """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
     vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR] = False
-    """With tensor parallelism, give every rank the whole vision tower (or audio encoder) and a part of the pictures, in
+    """With tensor parallelism, give every rank the whole vision tower (or audio encoder) and a part of the images, in
     place of a part of the tower. Its widths then need not be divisible by --tp."""
     expert_model_parallel_size: Annotated[Parts, Flag("--ep")] = 1
     """In a model with mixtures of experts, processes that divide the experts of a layer (expert parallelism). They are

@@ -50,12 +50,12 @@ def model_inputs(
     Args:
         processor: the processor of the Hugging Face folder.
         inputs: its output, with input_ids [b, s].
-        sizes: height and width in pixels of the pictures of each row.
+        sizes: height and width in pixels of the images of each row.
         videos: number of frames, height and width in pixels of the videos of each row; None without any.
         audios: number of samples of the sounds of each row, as the processor was given them; None without any.
 
     Raises:
-        ConversionError: a picture, video or sound is not expanded to the tokens that the model expects, or the class
+        ConversionError: an image, video or sound is not expanded to the tokens that the model expects, or the class
             does not take it.
     """
     ids = inputs["input_ids"]
@@ -78,7 +78,7 @@ def processed_media(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the media of a forward pass, which are the architecture's fields, and its position_ids.
 
-    All pictures come first, then all videos, as the processor returns them. Arguments and errors: see `model_inputs`.
+    All images come first, then all videos, as the processor returns them. Arguments and errors: see `model_inputs`.
     """
     architecture = architecture_of(hf)
     if architecture.takes_audios:
@@ -94,7 +94,7 @@ def processed_media(
         pixel_values = inputs["pixel_values_videos"]
         parts = [pixel_values] if pixel_values[0].ndim < pixels.ndim else pixel_values
         pixels = torch.cat([pixels, *parts])
-    return _placed(plan, inputs["input_ids"].numpy(), {"picture": pictures, "video": clips}, pixels)
+    return _placed(plan, inputs["input_ids"].numpy(), {"image": pictures, "video": clips}, pixels)
 
 
 def _processed_sounds(
@@ -107,7 +107,7 @@ def _processed_sounds(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """As `processed_media`, of a class that takes sound: its processor pads every clip, here all are packed."""
     architecture = architecture_of(hf)
-    _refuse(architecture, "pictures", sizes, ())
+    _refuse(architecture, "images", sizes, ())
     _refuse(architecture, "videos", videos, classes_that_take_videos())
     plan = AudioPlan(hf, processor.feature_extractor)
     clips = [plan.audio_tokens(row) for row in (audios or [()] * len(inputs["input_ids"]))]
@@ -149,7 +149,7 @@ def _placed(
 
 
 def _positions(rows: list[list[tuple[int, MediaTokens]]], length: int, num_axes: int) -> Tensor:
-    """Return position_ids [b, s], or [axes, b, s], of rows of so many tokens with pictures and videos at starts."""
+    """Return position_ids [b, s], or [axes, b, s], of rows of so many tokens with images and videos at starts."""
     by_row_positions = []
     for row in rows:
         row.sort(key=lambda item: item[0])
@@ -166,7 +166,7 @@ def _video_tokens(architecture: Architecture, plan: MediaPlan, videos: Videos) -
 
 
 def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens], media_name: str) -> Iterator[int]:
-    """Yield the position at which the tokens of each picture (video, sound) start in a row."""
+    """Yield the position at which the tokens of each image (video, sound) start in a row."""
     start = 0
     for index, item in enumerate(items):
         last = len(ids) - len(item)

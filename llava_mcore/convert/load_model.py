@@ -33,7 +33,7 @@ def load_model(
     Examples:
         >>> model = load_model("megatron")
         >>> processor = AutoProcessor.from_pretrained("hf")
-        >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no picture
+        >>> inputs = {"input_ids": torch.tensor([[1, 50, 51, 52]])}  # no image
         >>> with torch.no_grad():
         ...     logits = model(**model_inputs(model, processor, inputs, sizes=[[]]))
         >>> logits.shape  # [b, s, vocabulary]

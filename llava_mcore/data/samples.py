@@ -25,12 +25,12 @@ IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 AUDIO_PARTS = ("wav", "flac", "mp3", "ogg")
 """File name suffixes of a sample's parts."""
 IMAGE_MARK, VIDEO_MARK, AUDIO_MARK = "<image>", "<video>", "<audio>"
-"""Marks of pictures, videos and sounds in a turn's text, independent of the tokenizer's placeholders."""
+"""Marks of images, videos and sounds in a turn's text, independent of the tokenizer's placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. Each mark in the text refers to the sample's next picture, video or sound."""
+    """One message. Each mark in the text refers to the sample's next image, video or sound."""
 
     role: Literal["system", "user", "assistant", "tool"]
     text: str
@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video as a sequence of encoded pictures, one per frame."""
+    """A video as a sequence of encoded images, one per frame."""
 
     frames: tuple[bytes, ...]
     fps: float | None = None
@@ -60,7 +60,7 @@ class Audio:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns with their pictures, videos and sounds, not yet decoded, so that a shuffle buffer of them stays small."""
+    """Turns with their images, videos and sounds, not yet decoded, so that a shuffle buffer of them stays small."""
 
     turns: tuple[Turn, ...]
     images: tuple[bytes, ...]
@@ -73,7 +73,7 @@ class Conversation:
 
     @property
     def num_media(self) -> dict[str, int]:
-        """Pictures, videos and sounds by their mark."""
+        """Images, videos and sounds by their mark."""
         return {IMAGE_MARK: len(self.images), VIDEO_MARK: len(self.videos), AUDIO_MARK: len(self.audios)}
 
     @property
@@ -91,14 +91,14 @@ class ChatSample(Sample):
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """An encoded picture, video or sound, and its tokens and position in its conversation."""
+    """An encoded image, video or sound, and its tokens and position in its conversation."""
 
     data: bytes | Video | Audio
     start: int
     """Index of its first token in input_ids."""
     tokens: MediaTokens
     augment: Callable[[Tensor], Tensor] | None = None
-    """Changes its decoded pictures or frames, uint8 [3, h, w]; None: they stay as they are."""
+    """Changes its decoded images or frames, uint8 [3, h, w]; None: they stay as they are."""
 
     @property
     def end(self) -> int:
@@ -115,12 +115,12 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenConversation:
-    """A tokenized conversation with encoded pictures, videos and sounds."""
+    """A tokenized conversation with encoded images, videos and sounds."""
 
     key: str
     """The sample's key; with a number appended if the sample was packed when it was written."""
     input_ids: NDArray[np.int64]
-    """[n]; every picture, video and sound is expanded to its tokens."""
+    """[n]; every image, video and sound is expanded to its tokens."""
     trained: NDArray[np.bool_]
     """[n]; True if the model is trained to predict this token (not the one after it)."""
     media: tuple[MediaSpan, ...]
@@ -137,7 +137,7 @@ class TokenConversation:
 
     @property
     def num_patches(self) -> int:
-        """The size of the tower's input: patches of all pictures and frames, frames of all sounds."""
+        """The size of the tower's input: patches of all images and frames, frames of all sounds."""
         return sum(item.tokens.num_patches for item in self.media)
 
     @property
@@ -152,7 +152,7 @@ class TokenConversation:
 
     @property
     def num_rows(self) -> int:
-        """Rows of pixel_values: tiles or patches of all pictures and videos, mel frames of all sounds."""
+        """Rows of pixel_values: tiles or patches of all images and videos, mel frames of all sounds."""
         return sum(item.tokens.num_rows for item in self.media)
 
 
@@ -164,7 +164,7 @@ class TokenSample(Sample):
     num_tokens: int
     """Tokens of all conversations."""
     num_patches: int = 0
-    """Patches of all their pictures, frames and sounds."""
+    """Patches of all their images, frames and sounds."""
 
     @property
     def num_bytes(self) -> int:
@@ -174,7 +174,7 @@ class TokenSample(Sample):
 
 @edataclass
 class EncodedSample(Sample):
-    """A TokenSample with its pictures, frames and sounds decoded."""
+    """A TokenSample with its images, frames and sounds decoded."""
 
     conversations: list[TokenConversation]
     pixel_values: Tensor

@@ -132,7 +132,7 @@ def _config() -> LlavaConfig:
 
 @dataclass(frozen=True)
 class _TinyBatch:
-    """Samples with one picture each: ids, labels and mask [b, s], pixels [b, 3, h, w], positions of features."""
+    """Samples with one image each: ids, labels and mask [b, s], pixels [b, 3, h, w], positions of features."""
 
     input_ids: Tensor
     labels: Tensor

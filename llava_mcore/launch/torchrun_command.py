@@ -11,7 +11,7 @@ from llava_mcore.launch.nodes import ONE_MACHINE, Nodes
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables for torch's memory allocators: the current and the older name."""
 ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""The number of pictures, and so the size of tensors, differs from batch to batch: without expandable segments much of
+"""The number of images, and so the size of tensors, differs from batch to batch: without expandable segments much of
 a GPU's memory is lost to fragmentation. Eight threads pin the host memory for saves in the background: one takes more
 than twice as long."""
 LAUNCH_QUEUES = ("CUDA_SCALE_LAUNCH_QUEUES", "4x")

@@ -1,4 +1,4 @@
-"""Pictures of any size as a base view and a grid of tiles (LLaVA-NeXT, LLaVA-OneVision).
+"""Images of any size as a base view and a grid of tiles (LLaVA-NeXT, LLaVA-OneVision).
 
 All geometry is computed here once, on the host: the loader's placeholders and the model's features come from the same
 arrays. transformers' own functions decide which features of a grid remain without its padding, so that rounding is the
@@ -51,10 +51,10 @@ _RESIZED_ABOVE = 1.1
 
 @dataclass(frozen=True)
 class AnyRes:
-    """How a checkpoint splits pictures into tiles.
+    """How a checkpoint splits images into tiles.
 
     `pinpoints`: the possible heights and widths of the grid in pixels. `max_tiles`: larger grids are resized
-    (`anyres_max_9`: 9); None: never. `several_as_base`: whether several pictures in a conversation only have their base
+    (`anyres_max_9`: 9); None: never. `several_as_base`: whether several images in a conversation only have their base
     view.
     """
 
@@ -71,7 +71,7 @@ class AnyResPlan(MediaPlan):
     any_size = True
 
     def __init__(self, image_token_id: int, anyres: AnyRes, fields: Fields) -> None:
-        """Results are cached by picture size."""
+        """Results are cached by image size."""
         self.image_token_id, self.anyres, self.fields = image_token_id, anyres, fields
         self.num_base = self.patches_per_tile = anyres.patches_per_side**2
         # Half of a grid may be padding, which has no tokens.
@@ -86,7 +86,7 @@ class AnyResPlan(MediaPlan):
         AnyResPlan.__init__(self, **state)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's pictures, by their heights and widths in pixels."""
+        """Return the tokens of a conversation's images, by their heights and widths in pixels."""
         if self.anyres.several_as_base and len(sizes) > 1:
             return [self._base()] * len(sizes)
         return [self._of_size(size) for size in sizes]
@@ -113,13 +113,13 @@ class AnyResPlan(MediaPlan):
     def pixels(
         self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
-        """Return the tiles [tiles, 3, h, w] of pictures; only base views if their tokens say so."""
+        """Return the tiles [tiles, 3, h, w] of images; only base views if their tokens say so."""
 
         def processed(images: list[Any]) -> Tensor:
             return processor(images=images, return_tensors="pt", **options)["pixel_values"]
 
         bases = [image for image, item in zip(images, tokens, strict=True) if item.num_rows == 1]
-        # The image processor splits a picture that is alone in its conversation: a single base view is passed twice.
+        # The image processor splits an image that is alone in its conversation: a single base view is passed twice.
         views = iter(processed([bases if len(bases) > 1 else bases * 2]) if bases else ())
         return torch.cat(
             [
@@ -135,7 +135,7 @@ class AnyResPlan(MediaPlan):
         return MediaTokens(ids, 1, n, n, self._values(np.arange(n), np.arange(n), np.array([n]), None))
 
     def _cut(self, size: Size) -> MediaTokens:
-        """Return the base view and the grid of a picture."""
+        """Return the base view and the grid of an image."""
         p, n = self.anyres.patches_per_side, self.num_base
         pinpoints = [list(x) for x in self.anyres.pinpoints]
         rows, columns = get_anyres_image_grid_shape(size, pinpoints, self.anyres.image_size)
@@ -215,7 +215,7 @@ _CACHED_LENGTHS = 32
 
 
 class AnyResVideoPlan(AnyResPlan):
-    """Pictures as in AnyResPlan; each frame of a video is a tile whose features are pooled, then a newline.
+    """Images as in AnyResPlan; each frame of a video is a tile whose features are pooled, then a newline.
 
     A frame keeps ceil(p / 2) rows and columns, so a video's tokens depend only on the number of its frames.
     """

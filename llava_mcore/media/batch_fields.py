@@ -1,4 +1,4 @@
-"""The named tensors that carry pictures and sound from the loader's processes to the model.
+"""The named tensors that carry images and sound from the loader's processes to the model.
 
 Each architecture lists the fields of its batches; collation, padding and broadcasts only read `Field`. Pixels are sent
 as bytes, and normalized on the device that computes with them.
@@ -22,7 +22,7 @@ class Field:
 
     `dtypes`: the allowed ones. `item_shape`: the dims after the first; None allows any size that all batches of a run
     share. `index_of`: what the values are indices of, if they are: "tokens" [b * s] or "features", the rows that the
-    connector returns for all pictures of the micro-batch; concatenation shifts them. `shared`: every sample has the
+    connector returns for all images of the micro-batch; concatenation shifts them. `shared`: every sample has the
     same values, and a micro-batch keeps one copy.
     """
 
@@ -32,11 +32,11 @@ class Field:
     shared: bool = False
 
     def joined(self, values: Sequence[NDArray[Any]], before: Sequence[int]) -> Tensor:
-        """Return the values of all pictures of a micro-batch as one tensor.
+        """Return the values of all images of a micro-batch as one tensor.
 
         Args:
-            values: those of each picture.
-            before: for indices, the number of tokens or features before each picture.
+            values: those of each image.
+            before: for indices, the number of tokens or features before each image.
         """
         if not values:
             return torch.empty([0, *(n or 0 for n in self.item_shape)], dtype=self.dtypes[0])
@@ -59,9 +59,9 @@ RESIZED_POSITIONS, RESIZED_ROWS, RESIZED_WEIGHTS = "resized_positions", "resized
 features."""
 
 PATCH_POSITIONS = "patch_positions"
-"""Row and column of each patch in its picture, in the order of PIXEL_VALUES, as in all fields of patches."""
+"""Row and column of each patch in its image, in the order of PIXEL_VALUES, as in all fields of patches."""
 MEDIA_SEQLENS = "media_seqlens"
-"""Lengths of the packed sequences within which patches see each other: a picture, a frame of a video, or a clip of
+"""Lengths of the packed sequences within which patches see each other: an image, a frame of a video, or a clip of
 sound, whose patches are the encoder's hidden frames."""
 WINDOW_ORDER, WINDOW_SEQLENS = "window_order", "window_seqlens"
 """For layers that see windows: the squares of patches in the order of the windows, and the patches of each window.
@@ -74,7 +74,7 @@ IMAGE_FIELDS: Fields = {
     PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
     FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
 }
-"""Tiles of one size (a picture is one or several), what normalizes them (see `pixels.normalize`; no rows where they
+"""Tiles of one size (an image is one or several), what normalizes them (see `pixels.normalize`; no rows where they
 are float32), and the token that each feature takes the place of."""
 
 PATCH_FIELDS: Fields = {
@@ -84,7 +84,7 @@ PATCH_FIELDS: Fields = {
     PATCH_POSITIONS: Field((torch.int32,), (2,)),
     MEDIA_SEQLENS: Field((torch.int32,)),
 }
-"""Packed patches [patches, 3 * frames * height * width] of pictures of any size, and what their tower needs to know."""
+"""Packed patches [patches, 3 * frames * height * width] of images of any size, and what their tower needs to know."""
 TABLE_PATCH_FIELDS: Fields = {
     **{name: field for name, field in PATCH_FIELDS.items() if name != PATCH_POSITIONS},
     POSITION_ROWS: Field((torch.int64,)),
@@ -106,9 +106,9 @@ hidden frames of each clip."""
 class MediaWork:
     """The amount of media in a step, from the shapes of their fields.
 
-    `num_tiles`: pictures of the tower's size, for towers that take those. The other counts are for towers that take
+    `num_tiles`: images of the tower's size, for towers that take those. The other counts are for towers that take
     packed patches or frames of sound: `num_sequences` counts MEDIA_SEQLENS; `num_pairs` and `num_window_pairs` are
-    (query, key) pairs, in a layer that sees whole pictures and in one that sees windows.
+    (query, key) pairs, in a layer that sees whole images and in one that sees windows.
     """
 
     num_tiles: int = 0

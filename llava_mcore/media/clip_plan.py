@@ -69,7 +69,7 @@ NUM_KNOWN = 3000
 
 
 class AudioPlan(MediaPlan):
-    """Each clip's features replace as many placeholders; a class without pictures."""
+    """Each clip's features replace as many placeholders; a class without images."""
 
     any_size = True
     unit = "20 ms frames of sound"
@@ -93,9 +93,9 @@ class AudioPlan(MediaPlan):
         return type(self), self._arguments
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return an empty list without pictures. DataError for pictures."""
+        """Return an empty list without images. DataError for images."""
         if sizes:
-            raise DataError("the model takes sounds, not pictures")
+            raise DataError("the model takes sounds, not images")
         return []
 
     def audio_tokens(self, num_samples: Sequence[int]) -> list[MediaTokens]:

@@ -1,4 +1,4 @@
-"""How pictures, videos and sound become tokens and tensors: between architectures and the data pipeline."""
+"""How images, videos and sound become tokens and tensors: between architectures and the data pipeline."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from transformers import (
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, IMAGE_FIELDS, PIXEL_SCALE, PIXEL_VALUES, Fields
 
 Picture = Image | Tensor
-"""A decoded picture, RGB: Pillow's, or uint8 [3, height, width]."""
+"""A decoded image, RGB: Pillow's, or uint8 [3, height, width]."""
 Size = tuple[int, int]
-"""Height and width of a picture in pixels, after its EXIF rotation."""
+"""Height and width of an image in pixels, after its EXIF rotation."""
 
 
 class VideoShape(NamedTuple):
@@ -41,7 +41,7 @@ class VideoShape(NamedTuple):
 
 
 class MediaBudget(NamedTuple):
-    """How much of a pack one picture or sound uses. `patches` are counted in `MediaPlan.unit`."""
+    """How much of a pack one image or sound uses. `patches` are counted in `MediaPlan.unit`."""
 
     tokens: int
     patches: int
@@ -49,7 +49,7 @@ class MediaBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class Processing:
-    """A folder's settings for pictures, videos and sound besides its config.json.
+    """A folder's settings for images, videos and sound besides its config.json.
 
     `images`, `videos`, `audios`: None if the class does not take such, or there is no processor for them. `settings`:
     processor_config.json, empty without one.
@@ -63,7 +63,7 @@ class Processing:
 
     @property
     def image_processor(self) -> BaseImageProcessor:
-        """The image processor of a class that takes pictures."""
+        """The image processor of a class that takes images."""
         assert self.images is not None, "load_assets reports that there is none"
         return self.images
 
@@ -76,10 +76,10 @@ class Processing:
 
 @dataclass(frozen=True)
 class AroundMedia:
-    """How a class's processor rewrites a rendered text around its pictures before it tokenizes it.
+    """How a class's processor rewrites a rendered text around its images before it tokenizes it.
 
     `rules`: regular expressions and what replaces each of their matches, in this order. `marks`: tokens that it puts
-    around pictures; they are never trained.
+    around images; they are never trained.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
@@ -91,7 +91,7 @@ NOTHING_AROUND = AroundMedia()
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """The tokens of one picture, video or clip of sound in a sequence.
+    """The tokens of one image, video or clip of sound in a sequence.
 
     `ids`: int64 [n], its placeholders, with marks and separators between them. `num_rows`: its rows of PIXEL_VALUES,
     which are tiles of the tower's size, patches, or mel frames. `num_patches`: what the tower computes on, over all
@@ -131,7 +131,7 @@ def position_ids(length: int, images: Sequence[MediaTokens], starts: Sequence[in
     """Return the positions [axes, n] of a conversation of `length` tokens: text counts on along all axes equally.
 
     Args:
-        starts: the first token of each picture.
+        starts: the first token of each image.
     """
     positions = np.tile(np.arange(length), (num_axes, 1))
     for item, start in zip(images, starts, strict=True):
@@ -148,15 +148,15 @@ DEFAULT_FPS = 24.0
 
 
 class MediaPlan(ABC):
-    """How the pictures, videos and sound of a checkpoint become tokens and tensors. Loader processes inherit it."""
+    """How the images, videos and sound of a checkpoint become tokens and tensors. Loader processes inherit it."""
 
     image_token_id: int | None = None
-    """Placeholder of a picture in text that is not expanded yet; None: pictures are not supported."""
+    """Placeholder of an image in text that is not expanded yet; None: images are not supported."""
     audio_token_id: int | None = None
     """The same for a sound."""
     sampling_rate: int = 0
     """Samples per second of sounds."""
-    unit: ClassVar[str] = "patches of pictures and frames"
+    unit: ClassVar[str] = "patches of images and frames"
     """The unit of `patches_per_tile` and data.max_media_tokens, for messages about a sample."""
     video_token_id: int | None = None
     """The same for a video; None: videos are not supported."""
@@ -165,7 +165,7 @@ class MediaPlan(ABC):
     fields: Fields
     """Fields of a micro-batch."""
     any_size: bool
-    """Whether the tokens depend on the sizes of the pictures."""
+    """Whether the tokens depend on the sizes of the images."""
     num_axes: int = 1
     """Coordinates of a position: 1, or 3 for time, height and width."""
     patches_per_tile: int
@@ -175,12 +175,12 @@ class MediaPlan(ABC):
     tokens_per_tile: int
     """Tokens, in the same sense. If the number varies, rarely fewer. Determines the size of pixel buffers."""
     around_media: AroundMedia = NOTHING_AROUND
-    """Changes to the text around pictures; the tokens of a picture are only those that replace its placeholder."""
+    """Changes to the text around images; the tokens of an image are only those that replace its placeholder."""
 
     def pixels(
         self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
-        """Return the tiles [tiles, 3, h, w] of some pictures of one conversation, by its image processor.
+        """Return the tiles [tiles, 3, h, w] of some images of one conversation, by its image processor.
 
         Args:
             images: RGB, upright.
@@ -194,11 +194,11 @@ class MediaPlan(ABC):
     ) -> Tensor:
         """Return the tiles [tiles, 3, side, side] or patches [patches, f] in the output of a folder's own processor.
 
-        Some processors pad every picture to the same number of tiles, some every row.
+        Some processors pad every image to the same number of tiles, some every row.
 
         Args:
-            processed: of the pictures of a batch.
-            rows: the tokens of the pictures of each row; there is at least one.
+            processed: of the images of a batch.
+            rows: the tokens of the images of each row; there is at least one.
             row_shape: of a tile or a patch.
         """
         pixels, counts = processed["pixel_values"], [item.num_rows for row in rows for item in row]
@@ -223,7 +223,7 @@ class MediaPlan(ABC):
 
     @abstractmethod
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's pictures. Without `any_size`, the sizes are ignored."""
+        """Return the tokens of a conversation's images. Without `any_size`, the sizes are ignored."""
 
     def video_tokens(self, videos: Sequence[VideoShape]) -> list[MediaTokens]:
         """Return the tokens of a conversation's videos. Only called if there is a `video_token_id`."""
@@ -235,12 +235,12 @@ class MediaPlan(ABC):
 
     @property
     def smallest(self) -> MediaBudget:
-        """The least that a picture uses; without pictures, a sound."""
+        """The least that an image uses; without images, a sound."""
         return MediaBudget(self.tokens_per_tile, self.patches_per_tile)
 
     @property
     def largest(self) -> MediaBudget | None:
-        """The most that a picture (or sound) uses; None: the range of the image processor's areas decides."""
+        """The most that an image (or sound) uses; None: the range of the image processor's areas decides."""
         return None
 
     @property
@@ -251,10 +251,10 @@ class MediaPlan(ABC):
 
 
 class SameTokens(MediaPlan):
-    """Every picture is one tile, with one placeholder per feature."""
+    """Every image is one tile, with one placeholder per feature."""
 
     def __init__(self, image_token_id: int, num_tokens: int, num_patches: int) -> None:
-        """num_tokens, num_patches: of a picture, in the language model and in the tower."""
+        """num_tokens, num_patches: of an image, in the language model and in the tower."""
         self.image_token_id, self.fields = image_token_id, IMAGE_FIELDS
         self.any_size, self.tokens_per_tile = False, num_tokens
         ids = np.full(num_tokens, image_token_id, dtype=np.int64)
@@ -262,17 +262,17 @@ class SameTokens(MediaPlan):
         self._image = MediaTokens(ids, 1, num_patches, num_tokens, {FEATURE_POSITIONS: np.arange(num_tokens)})
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the same tokens for every picture."""
+        """Return the same tokens for every image."""
         return [self._image] * len(sizes)
 
     @property
     def largest(self) -> MediaBudget:
-        """Every picture takes the same."""
+        """Every image takes the same."""
         return self.smallest
 
 
 def image_tokens(ids: Sequence[int], image_token_id: int, *, num_tiles: int, num_patches: int) -> MediaTokens:
-    """Return the tokens of a picture whose features replace its placeholders in order.
+    """Return the tokens of an image whose features replace its placeholders in order.
 
     Args:
         ids: [n], with marks around and between the placeholders.

@@ -107,7 +107,7 @@ class ModelOptions:
     `initialize` False does not initialize weights, which will be loaded. `on_cpu` allocates nothing on a GPU even if
     there is one. `transformer_impl`: implementation of the layers of decoder and encoder; checkpoints are the same.
     `plain_linears`: the decoder's linear layers are megatron-core's own, even with Transformer Engine's other layers.
-    `vision_data_parallel`: every tensor-parallel rank has the whole tower and runs it on a part of the pictures.
+    `vision_data_parallel`: every tensor-parallel rank has the whole tower and runs it on a part of the images.
     `expert_model_parallel_size`: ranks that divide a layer's experts; `expert_tensor_parallel_size`: those that divide
     each of them. `force_balance`: routers choose by random numbers instead of their logits, to measure speed.
     """
@@ -146,7 +146,7 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     """Derive the three configurations.
 
     Only the language model is pipelined and, if configured, sequence-parallel: the tower is on stage 0, and its number
-    of tokens per picture (577, 729) has no suitable divisor. The connector is tensor-parallel even if the tower is not:
+    of tokens per image (577, 729) has no suitable divisor. The connector is tensor-parallel even if the tower is not:
     its widths follow from the language model's, it is small, and the gradients of what it reads are whole on every
     rank, so that the tower's ranks only have to take their own part of them.
     """

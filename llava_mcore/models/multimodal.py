@@ -120,7 +120,7 @@ class VisionLanguageModel(MegatronModule):
         """Run this stage.
 
         Args:
-            input_ids: int64 [b, s], with the tokens of every picture.
+            input_ids: int64 [b, s], with the tokens of every image.
             position_ids: int64 [b, s], or [axes, b, s].
             media: the architecture's fields (see `batch_fields`); only read on the first stage.
             labels: int64 [b, s], already shifted.
@@ -129,7 +129,7 @@ class VisionLanguageModel(MegatronModule):
             num_trained: tokens that loss_mask counts, where the host knows: the others then skip the output layer.
             max_media_seqlen: the largest of MEDIA_SEQLENS.
             media_lengths: of fields in `batch.LENGTHS` the values, if the host knows them: a model that divides
-                pictures over ranks otherwise waits for the device to tell them.
+                images over ranks otherwise waits for the device to tell them.
 
         Returns:
             On the last stage the summed loss of the tokens that count if labels and loss_mask are given, the loss of
@@ -215,9 +215,9 @@ class VisionLanguageModel(MegatronModule):
     def image_features(
         self, media: Mapping[str, Tensor], max_media_seqlen: int = 0, media_lengths: MediaLengths | None = None
     ) -> Tensor:
-        """Return the features [features, h] of all pictures; [features, h * (1 + k)] with those of k inner layers.
+        """Return the features [features, h] of all images; [features, h * (1 + k)] with those of k inner layers.
 
-        Without pictures the parts run on a blank one of which nothing is kept (0 rows are returned, tied to the graph),
+        Without images the parts run on a blank one of which nothing is kept (0 rows are returned, tied to the graph),
         so that every rank's collectives and gradients stay aligned with those that have some.
         """
         is_blank = not len(media[PIXEL_VALUES])
@@ -236,13 +236,13 @@ class VisionLanguageModel(MegatronModule):
         return features[:0] + 0.0 * features.sum() if is_blank else features
 
     def _blank(self, media: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-        """Return the fields of one blank picture, and the largest of its MEDIA_SEQLENS."""
+        """Return the fields of one blank image, and the largest of its MEDIA_SEQLENS."""
         none = normalize(media[PIXEL_VALUES][:0], media[PIXEL_SCALE])
         pixels, fields, max_media_seqlen = self.vision_model.blank(none, media)
         return {**fields, PIXEL_VALUES: pixels, PIXEL_SCALE: media[PIXEL_SCALE]}, max_media_seqlen
 
     def _tower_features(self, media: Mapping[str, Tensor], max_media_seqlen: int) -> Tensor:
-        """Return what the tower makes of pictures that are not normalized yet."""
+        """Return what the tower makes of images that are not normalized yet."""
         pixels = normalize(media[PIXEL_VALUES], media[PIXEL_SCALE])
         hidden: Tensor = self.vision_model(pixels.to(self.config.params_dtype), media, max_media_seqlen)
         return hidden

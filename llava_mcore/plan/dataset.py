@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 BINS_PER_OCTAVE = 8
 """Bins of the manifest's histograms (`prepare.counts`)."""
 ASPECT = 4 / 3
-"""Width over height of pictures of which only the longer side is known."""
+"""Width over height of images of which only the longer side is known."""
 TRAINED = 0.5
 """Fraction of a text's tokens whose loss counts, where nobody has counted them."""
 
@@ -38,7 +38,7 @@ def assumed(model: Model, path: object = None) -> Material:
     if model.hears:
         return Material(spoken(), f"{why}assumed: clips of 2 to 16 seconds with their transcripts")
     samples = like_llava()
-    words = "assumed: conversations like LLaVA's mix, nine of ten with a picture of 640 x 480"
+    words = "assumed: conversations like LLaVA's mix, nine of ten with an image of 640 x 480"
     mean = sum(sample_work(model, x).tokens for x in samples) / len(samples)
     return Material(samples, f"{why}{words}, {mean:.0f} tokens on average")
 
@@ -79,7 +79,7 @@ def _from_totals(model: Model, totals: Mapping[str, Any], path: Path) -> Materia
         text = max(16, round(length - media))
         samples.append(Sample(text, max(1, round(TRAINED * text)), pictures, seconds))
     tokens = "" if totals["tokens"]["number"] else ", whose tokens are not counted (prepare --tokenizer-load-dir)"
-    words = f"{path}: {conversations:,} conversations, {per_sample:.2f} pictures each{tokens}"
+    words = f"{path}: {conversations:,} conversations, {per_sample:.2f} images each{tokens}"
     return Material(samples, f"{words}; assumed: {TRAINED:.0%} of the text is trained")
 
 

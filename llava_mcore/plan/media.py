@@ -1,4 +1,4 @@
-"""Pictures and sounds in numbers: the tokens and the tower's work of a picture of a given size.
+"""Images and sounds in numbers: the tokens and the tower's work of an image of a given size.
 
 These are the rules of `media.anyres`, `models.vision.patch_plan` and transformers' processors, without their arrays;
 sizes at the edge of a rounding may differ by a row.
@@ -18,7 +18,7 @@ MEL_RATE = 100
 
 @lru_cache(4096)
 def picture_work(model: Model, width: int, height: int) -> Work:
-    """Return the tokens and the tower's work of a picture of this size in pixels."""
+    """Return the tokens and the tower's work of an image of this size in pixels."""
     if model.tower.merged > 1:
         return _patches(model, width, height)
     if model.model_type == "idefics2":
@@ -58,7 +58,7 @@ def _of_tiles(model: Model, tiles: int, tokens: int) -> Work:
 
 
 def _tiles(model: Model, width: int, height: int) -> tuple[int, int]:
-    """Return tiles and tokens of a picture for a tower of one size."""
+    """Return tiles and tokens of an image for a tower of one size."""
     per_tile, rules, side = features_per_tile(model), model.tiles, model.tower.image_side
     if rules.pinpoints:
         return _anyres(model, width, height)
@@ -105,7 +105,7 @@ def _canvas(aspect: float, max_tiles: int) -> tuple[int, int]:
 
 
 def _patches(model: Model, width: int, height: int) -> Work:
-    """Return the work of a picture that is resized to whole squares of patches (Qwen-VL)."""
+    """Return the work of an image that is resized to whole squares of patches (Qwen-VL)."""
     tower, (smallest, largest) = model.tower, model.pixels
     unit = tower.patch * math.isqrt(tower.merged)
     rows, columns = (max(1, round(x / unit)) for x in (height, width))
@@ -135,7 +135,7 @@ def _cut(length: int, window: int) -> int:
 
 
 def _idefics2(model: Model, width: int, height: int) -> Work:
-    """Return the work of a picture whose longer edge is at most 980 pixels and whose shorter one at least 378."""
+    """Return the work of an image whose longer edge is at most 980 pixels and whose shorter one at least 378."""
     scale = min(1.0, 980 / max(width, height))
     rows, columns = (max(378, x * scale) // model.tower.patch for x in (height, width))
     n = int(rows * columns)

@@ -147,7 +147,7 @@ def decoder_activations(model: Model, layout: RunLayout, work: Work, num_layers:
 def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     """Return the activations of a trained tower, and those of the connector."""
     t, tp = model.tower, 1 if layout.whole_towers else layout.tp
-    share = layout.tp if layout.whole_towers else 1  # a part of the pictures, or of every layer
+    share = layout.tp if layout.whole_towers else 1  # a part of the images, or of every layer
     connector = sum(
         2 * (x.inputs + x.outputs) * x.share * (work.positions if x.per == "position" else work.pictures)
         for x in model.connector.products
@@ -187,7 +187,7 @@ def _temporary(model: Model, layout: RunLayout, work: Work) -> float:
 
 
 def _pixels(work: Work, in_flight: float) -> float:
-    """Return the pictures of the micro-batches in flight as bytes, and those of one as normalized numbers."""
+    """Return the images of the micro-batches in flight as bytes, and those of one as normalized numbers."""
     return work.pixel_bytes * in_flight + 4 * work.pixel_bytes
 
 

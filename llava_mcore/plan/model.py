@@ -117,7 +117,7 @@ class Tower:
     """The vision tower, or the audio encoder.
 
     `num_layers`: those that run. `positions`: of a tile, class token and registers included; 0: packed patches of
-    pictures of any size. `merged`: patches that become a token. `full_layers`: layers that see whole pictures; the
+    images of any size. `merged`: patches that become a token. `full_layers`: layers that see whole images; the
     others see windows of `window` x `window` pixels. `patch_values`: numbers of a patch. `embedding`: weights that each
     patch meets before the layers. `small`: other parameters outside the layers. `layer_small`: biases, norms and scales
     of a layer.
@@ -156,12 +156,12 @@ class Tower:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A matrix that `rows` features of `per` meet: the tower's positions, or pictures."""
+    """A matrix that `rows` features of `per` meet: the tower's positions, or images."""
 
     inputs: int
     outputs: int
     share: float = 1.0
-    """Rows per position of the tower that the connector reads, or per picture."""
+    """Rows per position of the tower that the connector reads, or per image."""
     per: Literal["position", "picture"] = "position"
 
     @property
@@ -178,7 +178,7 @@ class ConnectorShape:
     small: int
     ffn: int
     latents: int = 0
-    """Tokens of a picture, if it is a perceiver."""
+    """Tokens of an image, if it is a perceiver."""
     repeated: int = 1
     """Equal connectors side by side, of inner layers (deepstack)."""
 
@@ -190,7 +190,7 @@ class ConnectorShape:
 
 @dataclass(frozen=True)
 class TileRules:
-    """How pictures become tiles (LLaVA-NeXT, OneVision, InternVL, Idefics3)."""
+    """How images become tiles (LLaVA-NeXT, OneVision, InternVL, Idefics3)."""
 
     pinpoints: tuple[tuple[int, int], ...] = ()
     """Heights and widths of the grids in pixels."""
@@ -198,12 +198,12 @@ class TileRules:
     newline: bool = False
     thumbnail: bool = False
     resized_to: int | None = None
-    """Longest edge of a picture before it is cut."""
+    """Longest edge of an image before it is cut."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A whole model. `pixels`: smallest and largest area of a picture that keeps its size."""
+    """A whole model. `pixels`: smallest and largest area of an image that keeps its size."""
 
     model_type: str
     decoder: Decoder
@@ -215,7 +215,7 @@ class Model:
 
     @property
     def hears(self) -> bool:
-        """Whether its samples have sound in place of pictures."""
+        """Whether its samples have sound in place of images."""
         return self.model_type == "qwen2_audio"
 
     @property

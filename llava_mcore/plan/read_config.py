@@ -190,7 +190,7 @@ def _tiles(kind: str, top_level: Values, processor: Values) -> TileRules:
 
 
 def _pixels(processor: Values, side: int) -> tuple[int, int]:
-    """Return the limits of a resized picture's area, as the image processors of Qwen-VL have them."""
+    """Return the limits of a resized image's area, as the image processors of Qwen-VL have them."""
     size = processor.get("size")
     written = size if isinstance(size, Mapping) else {}
     smallest = processor.get("min_pixels") or written.get("shortest_edge") or 56 * 56

@@ -1,4 +1,4 @@
-"""A picture of a step: what each pipeline stage does when."""
+"""An image of a step: what each pipeline stage does when."""
 
 from __future__ import annotations
 

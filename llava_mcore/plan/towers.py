@@ -157,7 +157,7 @@ def read_connector(kind: str, tower: Tower, decoder: Decoder, top_level: Values,
 
 
 def _perceiver(tower: Tower, decoder: Decoder, top_level: Values) -> ConnectorShape:
-    """Idefics2's: a gated MLP at the patches, then latents of each picture that read it."""
+    """Idefics2's: a gated MLP at the patches, then latents of each image that read it."""
     values = PERCEIVER | {key: x for key, x in (top_level.get("perceiver_config") or {}).items() if x is not None}
     h, f, latents = decoder.hidden, decoder.ffn, int(values["resampler_n_latents"])
     depth = int(values["resampler_depth"])

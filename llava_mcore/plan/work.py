@@ -14,7 +14,7 @@ class Work:
 
     `computed`: tokens that the layers compute, padding included. `causal_pairs`: (query, key) pairs of the decoder's
     attention. `trained`: tokens whose loss counts. `positions`, `pairs`, `window_pairs`: of the tower, in a layer that
-    sees whole pictures and in one that sees windows. `pictures`: tiles, pictures or clips.
+    sees whole images and in one that sees windows. `pictures`: tiles, images or clips.
     """
 
     tokens: float = 0.0
@@ -56,7 +56,7 @@ NUM_SAMPLES = 400
 
 
 def like_llava(sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> list[Sample]:
-    """Return samples like those of LLaVA's mix: nine of ten have a picture, and answers are short but for a few."""
+    """Return samples like those of LLaVA's mix: nine of ten have an image, and answers are short but for a few."""
     draw = random.Random(0)
     samples = []
     for index in range(NUM_SAMPLES):

@@ -76,7 +76,7 @@ class PrepareCounts:
     tokens: Histogram = field(default_factory=Histogram)
     """Tokens of each conversation."""
     sides: Histogram = field(default_factory=Histogram)
-    """Longer side of each picture and frame in pixels."""
+    """Longer side of each image and frame in pixels."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Skipped rows by reason."""
     typed: Counter[str] = field(default_factory=Counter)

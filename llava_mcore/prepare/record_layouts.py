@@ -1,4 +1,4 @@
-"""A row's dictionary -> turns and references to pictures, videos and sounds. No file is opened here.
+"""A row's dictionary -> turns and references to images, videos and sounds. No file is opened here.
 
 Known layouts, distinguished by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
 `role`/`content`, content as text or in typed parts), the fields of `ROW_LAYOUTS`, and question with answer.
@@ -52,7 +52,7 @@ class Keys:
     question: str | None = None
     answer: str | None = None
     captions: bool = False
-    """Answers may have no question: the picture is the question."""
+    """Answers may have no question: the image is the question."""
     video: str | None = None
     audio: str | None = None
     pairs: bool = False
@@ -60,7 +60,7 @@ class Keys:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Fields that may contain pictures."""
+        """Fields that may contain images."""
         return ("image", "images") if self.image is None else (self.image,)
 
     @property
@@ -86,7 +86,7 @@ class Keys:
 
     @property
     def media(self) -> dict[str, tuple[str, ...]]:
-        """Fields that may contain pictures, videos and sounds, by mark."""
+        """Fields that may contain images, videos and sounds, by mark."""
         return {IMAGE_MARK: self.images, VIDEO_MARK: self.videos, AUDIO_MARK: self.audios}
 
     def all(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The content of a turn -> text with marks, and references to pictures, videos and sounds. No file is opened here."""
+"""The content of a turn -> text with marks, and references to images, videos and sounds. No file is opened here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from llava_mcore.data.encode.messages import as_records, decoded
 from llava_mcore.data.encode.record_keys import IMAGE_OPTIONS, PART, VIDEO_OPTIONS, full_value, is_full
 from llava_mcore.data.encode.sample_media import FRAMES_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
+from llava_mcore.errors import with_article
 from llava_mcore.prepare.media.arrays import is_array
 from llava_mcore.prepare.row_types import FRAMES_FORM, BadSample, Draft, Reason, reason_for, type_and_value
 
@@ -26,16 +27,16 @@ PART_KEYS = {
     VIDEO_MARK: ("video_url", "video", "url", "path", "base64", FRAMES_KEY),
     AUDIO_MARK: ("audio_url", "audio", "url", "path", "base64"),
 }
-"""Keys of a typed part that may refer to its picture, video or sound."""
+"""Keys of a typed part that may refer to its image, video or sound."""
 OPTIONS = {IMAGE_MARK: IMAGE_OPTIONS, VIDEO_MARK: VIDEO_OPTIONS}
-"""Keys of a typed part that say how its picture or video is read."""
+"""Keys of a typed part that say how its image or video is read."""
 ASKING = ("user", "tool")
 """Roles in whose text marks stand for media."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """A picture, video or sound among typed parts."""
+    """An image, video or sound among typed parts."""
 
     mark: str
     source: Any
@@ -52,7 +53,7 @@ class TurnContent:
 
     @property
     def text(self) -> str:
-        """One text, with pictures, videos and sounds as marks on their own lines."""
+        """One text, with images, videos and sounds as marks on their own lines."""
         text, after_media = "", False
         for piece in self.pieces:
             is_media = isinstance(piece, MediaPart)
@@ -90,7 +91,7 @@ class RowMedia:
         elif self.waiting[piece.mark]:
             self.placed[piece.mark].append(self.waiting[piece.mark].pop(0))
         else:
-            raise BadSample(Reason.MARKS, f"{where} wants a {NAMES[piece.mark]}, but the row lists no more")
+            raise BadSample(Reason.MARKS, f"{where} wants {with_article(NAMES[piece.mark])}, but the row lists no more")
 
     def all(self) -> dict[str, tuple[Any, ...]]:
         """Return everything: first what has its position."""
@@ -143,10 +144,10 @@ def refuse_marks(text: str, role: str, where: str, untaken: Collection[str] = ()
 
 
 def place_marks(draft: Draft) -> Draft:
-    """Return the draft with as many `<image>` as pictures, `<video>` as videos and `<audio>` as sounds.
+    """Return the draft with as many `<image>` as images, `<video>` as videos and `<audio>` as sounds.
 
     Those of which there is no mark at all get theirs in front of the first question, which may then be nothing else, as
-    in captions. Rows with videos and no pictures may have `<image>` as the mark of videos, as LLaVA-Video's have.
+    in captions. Rows with videos and no images may have `<image>` as the mark of videos, as LLaVA-Video's have.
     Raises BadSample if there are some marks, but not as many as media.
     """
     draft = _own_marks_for_videos(draft)
@@ -162,7 +163,7 @@ def place_marks(draft: Draft) -> Draft:
         return draft
     index = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
     if index is None:
-        raise BadSample(Reason.ROLE_ORDER, "there are pictures, videos or sounds, but no question for them")
+        raise BadSample(Reason.ROLE_ORDER, "there are images, videos or sounds, but no question for them")
     turn = draft.turns[index]
     first = replace(turn, text=(missing + turn.text).removesuffix("\n"))
     return replace(draft, turns=(*draft.turns[:index], first, *draft.turns[index + 1 :]))
@@ -190,7 +191,7 @@ def _own_marks_for_videos(draft: Draft) -> Draft:
 
 
 def listed_media(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return the pictures, videos or sounds that the row lists; empty values mean that there is none."""
+    """Return the images, videos or sounds that the row lists; empty values mean that there is none."""
     with reason_for(Reason.WRONG_TYPE):
         value = _listed_references(decoded(full_value(row, names)))
     has_lists = isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value)
@@ -210,7 +211,7 @@ def _listed_references(value: Any) -> Any:
 
 
 def _piece(part: Any, where: str) -> str | MediaPart:
-    """Return a typed part as text, picture, video or sound."""
+    """Return a typed part as text, image, video or sound."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         _check_keys(part, where)
@@ -240,12 +241,12 @@ def _media_part(part: Mapping[str, Any], mark: str, where: str) -> MediaPart:
 
 
 def _options(part: Mapping[str, Any], mark: str, where: str) -> dict[str, Any]:
-    """Return what a part says about how its picture or video is read."""
+    """Return what a part says about how its image or video is read."""
     allowed = OPTIONS.get(mark, frozenset())
     full = {key: part[key] for key in part if key in IMAGE_OPTIONS | VIDEO_OPTIONS and is_full(part[key])}
     others = ", ".join(f"`{key}`" for key in full if key not in allowed)
     if others:
-        raise BadSample(Reason.KEY, f"{where}: {others} beside a {NAMES[mark]}, which has no such option")
+        raise BadSample(Reason.KEY, f"{where}: {others} beside {with_article(NAMES[mark])}, which has no such option")
     return full
 
 

@@ -31,23 +31,23 @@ class Reason(StrEnum):
     KEY = "a field that cannot be honored"
     DIFFERENT = "two fields that differ"
     MARKS = "marks and media differ"
-    IMAGE_MISSING = "picture missing"
-    IMAGE_REMOTE = "picture not on disk"
-    IMAGE_BROKEN = "picture cannot be decoded"
-    IMAGE_FORMAT = "picture format not supported"
+    IMAGE_MISSING = "image missing"
+    IMAGE_REMOTE = "image not on disk"
+    IMAGE_BROKEN = "image cannot be decoded"
+    IMAGE_FORMAT = "image format not supported"
     VIDEO_MISSING = "video missing"
     VIDEO_REMOTE = "video not on disk"
     VIDEO_BROKEN = "video cannot be decoded"
     NO_FRAMES = "video without frames"
     FRAME_SIZES = "frames of several sizes"
     NO_VIDEOS = "the model takes no videos"
-    NO_IMAGES = "the model takes no pictures"
+    NO_IMAGES = "the model takes no images"
     NO_AUDIOS = "the model takes no sound"
     AUDIO_MISSING = "sound missing"
     AUDIO_REMOTE = "sound not on disk"
     AUDIO_BROKEN = "sound cannot be decoded"
     AUDIO_LENGTH = "sound too long or too short for the model"
-    SHAPE = "picture or video of a shape that the model does not take"
+    SHAPE = "image or video of a shape that the model does not take"
     TEMPLATE = "chat template refuses"
     TOO_LONG = "longer than a pack"
     TOO_LARGE = "more than is allowed"
@@ -133,7 +133,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An encoded picture."""
+    """An encoded image."""
 
     data: bytes
     extension: str
@@ -160,7 +160,7 @@ class AudioFile:
 
 @dataclass(frozen=True, slots=True)
 class OtherAnswer:
-    """The conversation with the rejected answer of a preference pair, about the same pictures, videos and sounds."""
+    """The conversation with the rejected answer of a preference pair, about the same images, videos and sounds."""
 
     turns: tuple[Turn, ...]
     num_tokens: int | None

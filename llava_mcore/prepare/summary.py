@@ -22,7 +22,7 @@ MOST_NAMES = 20
 """Unused keys and unknown roles to list."""
 FIGURES: Mapping[str, tuple[str, str]] = {
     "tokens": ("tokens.png", "tokens of a conversation, media included"),
-    "sides": ("pixels.png", "longer side of a picture or frame in pixels"),
+    "sides": ("pixels.png", "longer side of an image or frame in pixels"),
 }
 
 
@@ -113,7 +113,7 @@ def _totals(results: Sequence[Result]) -> Table:
     table.add_row("skipped", *(f"{c.skipped:,} ({c.skip_rate:.2%})" for c in counts))
     table.add_row("tokens", *(f"{c.tokens.total:,}" if c.tokens.count else "not counted" for c in counts))
     if any(c.images for c in counts) or not any(c.audios for c in counts):
-        table.add_row("pictures", *(f"{c.images:,}" for c in counts))
+        table.add_row("images", *(f"{c.images:,}" for c in counts))
     if any(c.videos for c in counts):
         table.add_row("videos", *(f"{c.videos:,} ({counted(c.frames, 'frame')})" for c in counts))
     if any(c.audios for c in counts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from llava_mcore.errors import ConversionError
+from llava_mcore.errors import ConversionError, with_article
 from llava_mcore.templates.bounded import RENDER_ERRORS, check_bounds
 from llava_mcore.templates.named import SOUND_TOKENS, preamble
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "".join(SOUND_TOKENS)}
 """Placeholder of each type of part besides text."""
-_NAMES = {"image": "a picture", "video": "a video", "audio": "a sound"}
+_NAMES = {"image": "image", "video": "video", "audio": "sound"}
 _TEXT = "What does 7f3a show?"
 _ANSWER = "A 9c1e."
 
@@ -24,10 +24,10 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str,
 
     Args:
         origin: the template's source, for messages.
-        videos: whether it must support videos as well as pictures.
+        videos: whether it must support videos as well as images.
 
     Raises:
-        ConversionError: the template cannot render a question and its answer, with or without a picture.
+        ConversionError: the template cannot render a question and its answer, with or without an image.
     """
     check_bounds(template, origin)
     takes_audio = SOUND_TOKENS[1] in tokenizer.get_vocab()
@@ -40,7 +40,7 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str,
 
 
 def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str, kind: str) -> bool:
-    """Return whether a template renders typed content, with one placeholder per picture, video or sound."""
+    """Return whether a template renders typed content, with one placeholder per image, video or sound."""
     try:
         rendered = _render(tokenizer, template, _conversation(kind, as_parts=True))
     except RENDER_ERRORS:
@@ -59,12 +59,13 @@ def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: s
         rendered = [_render(tokenizer, wrapped, c) for c in (text, _conversation(kind, as_parts=True))]
     except RENDER_ERRORS as error:
         raise ConversionError(
-            f"chat template ({origin}): cannot render a question about {_NAMES[kind]} and its answer: {error}\n"
+            f"chat template ({origin}): cannot render a question about {with_article(_NAMES[kind])} and its answer: "
+            f"{error}\n"
             "Give another one with --chat-template NAME|FILE."
         ) from error
     if rendered != [expected, expected] or not _is_said(expected) or expected.count(PLACEHOLDERS[kind]) != 1:
         raise ConversionError(
-            f"chat template ({origin}): the question, its {_NAMES[kind][2:]} or the answer is missing from what it "
+            f"chat template ({origin}): the question, its {_NAMES[kind]} or the answer is missing from what it "
             f"renders: {expected!r}\nGive another one with --chat-template NAME|FILE."
         )
 
@@ -75,7 +76,7 @@ def _is_said(rendered: str) -> bool:
 
 
 def _conversation(kind: str, *, as_parts: bool) -> list[dict[str, Any]]:
-    """Return a question about a picture (video, sound) and its answer."""
+    """Return a question about an image (video, sound) and its answer."""
     if not as_parts:
         question, answer = f"{PLACEHOLDERS[kind]}\n{_TEXT}", _ANSWER
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

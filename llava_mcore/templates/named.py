@@ -1,6 +1,6 @@
 """From `--chat-template NAME|FILE` and `--lang` to the text of a template.
 
-A named template is the preamble that turns pictures and typed parts into plain text, followed by the family's format.
+A named template is the preamble that turns images and typed parts into plain text, followed by the family's format.
 The result is self-contained and can be exported as chat_template.jinja.
 """
 
@@ -79,7 +79,7 @@ def absolute_choice(choice: str | None) -> str | None:
 
 def flatten_parts() -> str:
     """Return the preamble that turns every message's content into text, with `<image>` on its own line for a
-    picture."""
+    image."""
     return _resource("flatten_parts")
 
 
@@ -89,7 +89,7 @@ def flatten_sounds() -> str:
 
 
 def preamble(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the preamble for what the tokenizer has placeholders for: sound, else pictures and videos."""
+    """Return the preamble for what the tokenizer has placeholders for: sound, else images and videos."""
     return flatten_sounds() if SOUND_TOKENS[1] in tokenizer.get_vocab() else flatten_parts()
 
 

@@ -95,7 +95,7 @@ class StepCounts:
     """Contents of one step's micro-batches."""
 
     num_tokens: int = 0
-    """With those of pictures, without padding."""
+    """With those of images, without padding."""
     num_positions: int = 0
     """Tokens with padding."""
     num_conversations: int = 0
@@ -105,15 +105,15 @@ class StepCounts:
     num_pairs: int = 0
     """Pairs of tokens in causal attention."""
     num_tiles: int = 0
-    """Pictures of the vision tower's size, of towers that take those."""
+    """Images of the vision tower's size, of towers that take those."""
     num_patches: int = 0
-    """Patches of pictures of any size, of towers that take those."""
+    """Patches of images of any size, of towers that take those."""
     num_patch_pairs: int = 0
-    """Pairs of patches in attention to whole pictures."""
+    """Pairs of patches in attention to whole images."""
     num_window_pairs: int = 0
     """Pairs of patches in attention to windows."""
     num_patch_sequences: int = 0
-    """Pictures and frames within which patches see each other."""
+    """Images and frames within which patches see each other."""
 
     @property
     def num_read(self) -> int:

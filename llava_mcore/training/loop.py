@@ -120,7 +120,7 @@ class TrainingLoop:
                 self._save_last(iteration - 1)
                 return True
             self._launch(fetched)
-            del fetched  # its pictures would stay in host memory through a validation
+            del fetched  # its images would stay in host memory through a validation
 
         # What this process does once, when the first iterations have shown what it needs.
         if iteration == self.first:

@@ -1,4 +1,4 @@
-"""The page of `demo` in a real browser: a picture is uploaded, a question asked, the answer seen."""
+"""The page of `demo` in a real browser: an image is uploaded, a question asked, the answer seen."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_picture_is_uploaded_and_the_answer_seen(folder: Path, server: Started
         # The page shows it as Markdown, and no control characters.
         assert re.findall("[a-z]", answer.text) == re.findall("[a-z]", wanted_text)
         assert page.locator("[data-testid=user] img").count() == 1
-        assert FAILED not in ask(page, "And now?").text, "the conversation continues, with the picture sent again"
+        assert FAILED not in ask(page, "And now?").text, "the conversation continues, with the image sent again"
         refused = ask(page, "What is it?", folder / "text.jpg").text
         assert "refused the question (400)" in refused
         assert FAILED in refused

@@ -105,8 +105,8 @@ def test_a_folder_without_tokenizer(root: Path) -> None:
 def test_pictures_that_fit_into_no_sample(root: Path) -> None:
     """Only one of the two ranks loads data; both end with its message."""
     text = train(root, "--name", "unfit", "--tp", 2, "--seq-length", 16, "data.max_media_tokens=3")
-    assert "data.seq_length is 16, but a picture alone has at least 16 tokens" in text
-    assert "data.max_media_tokens is 3, but the smallest picture has 16 patches" in text
+    assert "data.seq_length is 16, but an image alone has at least 16 tokens" in text
+    assert "data.max_media_tokens is 3, but the smallest image has 16 patches" in text
     assert not (root / "save" / "unfit" / "metrics.jsonl").exists()
 
 
@@ -117,7 +117,7 @@ def test_broken_pictures_are_left_out_until_they_are_too_many(root: Path) -> Non
     text = train(root, "--max-skip-rate", 0.0, data="broken")
     assert "more than data.max_skip_rate = 0 (--max-skip-rate) allows" in text
     error = text[text.index("error: ") :]
-    assert "sample000" in error and ".tar" in error and "the picture cannot be decoded" in error
+    assert "sample000" in error and ".tar" in error and "the image cannot be decoded" in error
     text = train(root, "--packing", fails=False, data="broken")
     assert "skipped: " in text and "sample00017" in text and "000001.tar" in text
     metrics = read_metrics(root / "save" / "run")

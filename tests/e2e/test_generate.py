@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder, its checkpoint, and a dataset whose first part has as many pictures."""
+    """A folder, its checkpoint, and a dataset whose first part has as many images."""
     root = tmp_path_factory.mktemp("generate")
     make_hf_llava(root / "hf")
     import_hf(root / "hf", root / "megatron")

@@ -60,11 +60,11 @@ def test_readme_commands(tmp_path: Path) -> None:
         assert block.count(written) == 1
         block = block.replace(written, short)
     make_hf_llava(tmp_path / "llava", text_overrides={"max_position_embeddings": 4096})
-    (tmp_path / "pictures").mkdir()
-    turns = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A picture of noise."}]
+    (tmp_path / "images").mkdir()
+    turns = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "An image of noise."}]
     rows = [{"id": str(i), "image": f"{i}.jpg", "conversations": turns} for i in range(12)]
     for i in range(12):
-        (tmp_path / "pictures" / f"{i}.jpg").write_bytes(jpeg(i))
+        (tmp_path / "images" / f"{i}.jpg").write_bytes(jpeg(i))
     (tmp_path / "photo.jpg").write_bytes(jpeg(3))
     (tmp_path / "conversations.json").write_text(json.dumps(rows))
     run_commands([block], tmp_path)

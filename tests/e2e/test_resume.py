@@ -92,7 +92,7 @@ class Case:
 
     layout: tp, pp, dp.
     iterations: of the run. It is killed after two thirds of them, and saves half way.
-    films: on pictures and videos of many sizes.
+    films: on images and videos of many sizes.
     as_typed: whether the run that is killed and resumed is started as a user does.
     check: of the folder of both runs.
     """

@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora in FP8, no 16-bit copy": LORA | FP8 | {"training.fp8_recipe": "tensorwise", "adapter.quantize": "fp8"},
 }
 WHOLE = "distributed, whole towers"
-"""Of tensor-parallel ranks that divide the pictures."""
+"""Of tensor-parallel ranks that divide the images."""
 TOWERS: dict[str, dict[str, Any]] = {
     "all trained": {},
     WHOLE: {"parallel.use_distributed_optimizer": True, "parallel.vision_data_parallel": True},

@@ -141,7 +141,7 @@ def step_without_waiting(tp: int, pp: int, checkpoint: str, save_dir: str) -> No
 
 
 def qwen_step_without_waiting(checkpoint: str, save_dir: str, hf: str) -> None:
-    """The same of Qwen2.5-VL on packs of pictures of several sizes, also with the graphs of decoder and tower."""
+    """The same of Qwen2.5-VL on packs of images of several sizes, also with the graphs of decoder and tower."""
     groups = join(1, 1)
     batches = [batch_of(load_assets(Path(hf)), pack, packed=True, multiple=512) for pack in PACKS]
     given = BF16 | {"data.packing": True, "data.seq_length": 512}

@@ -66,7 +66,7 @@ def assert_same(runs: dict[str, Curve]) -> None:
     ],
 )
 def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, dp: int, name: str, kind: str) -> None:
-    """On pictures of several sizes: their patches are filled up to the size of a graph, and so are their windows.
+    """On images of several sizes: their patches are filled up to the size of a graph, and so are their windows.
     Qwen3-VL's language model adds features between graphs."""
     hf = tmp_path / "hf"
     make_hf_qwen(hf, name)
@@ -76,7 +76,7 @@ def test_graphs_of_a_tower_change_no_number(tmp_path: Path, tp: int, dp: int, na
 
 
 def test_a_tower_in_fp8(tmp_path: Path) -> None:
-    """Near BF16's losses, on pictures of several sizes, and the first loss after a resume, bit for bit.
+    """Near BF16's losses, on images of several sizes, and the first loss after a resume, bit for bit.
 
     Losses fall to a fourth in five steps, so that later ones show what rounding has grown to.
     """

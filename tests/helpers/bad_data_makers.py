@@ -114,13 +114,13 @@ def one_sample(parts: Parts, *, base: Parts = GOOD, dataset_yaml: str = CRUDE) -
 
 
 def said(*turns: tuple[Any, Any], images: int = 0) -> Callable[[Path], Path]:
-    """Four samples, of which one has other turns and this number of pictures."""
+    """Four samples, of which one has other turns and this number of images."""
     pictures: Parts = {f"{i}.jpg": picture() for i in range(images)}
     return one_sample({"0.jpg": None, "json": messages(*turns)} | pictures)
 
 
 def pictured(data: bytes, part: str = "0.jpg") -> Callable[[Path], Path]:
-    """Four samples, of which one has another picture."""
+    """Four samples, of which one has another image."""
     return one_sample({"0.jpg": None, part: data})
 
 

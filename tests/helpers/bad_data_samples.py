@@ -1,4 +1,4 @@
-"""Samples with one fault each: pictures, the json and its conversation, marks and pictures, packs, the older form."""
+"""Samples with one fault each: images, the json and its conversation, marks and images, packs, the older form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.bad_data_makers import (
     said,
 )
 
-# -- single pictures -------------------------------------------------------------------------------------------------
+# -- single images -------------------------------------------------------------------------------------------------
 
 
 def chunk(name: bytes, data: bytes, *, checksum: int | None = None) -> bytes:
@@ -60,7 +60,7 @@ def animated() -> bytes:
     return buffer.getvalue()
 
 
-UNDECODABLE = "the picture cannot be decoded"
+UNDECODABLE = "the image cannot be decoded"
 PICTURES = [
     BadData("cut jpg", pictured(picture()[:-100]), "skip", rf"{UNDECODABLE} .*truncated"),
     BadData("empty jpg", pictured(b""), "skip", rf"{UNDECODABLE} \(0 bytes\): no known format"),
@@ -71,8 +71,8 @@ PICTURES = [
     BadData("cut png", pictured(picture("PNG", size=(300, 300))[:-200], "0.png"), "skip", UNDECODABLE),
     BadData("drawing (svg) as png", pictured(b"<svg xmlns='x'/>", "0.png"), "skip", f"{UNDECODABLE} .*no known format"),
     BadData("decompression bomb", pictured(png(30_000, 30_000, data=b""), "0.png"), "skip", "pixels"),
-    BadData("picture of no size", pictured(png(0, 10), "0.png"), "skip", UNDECODABLE),
-    BadData("unknown picture part", pictured(picture(), "0.heic"), "skip", "1 <image> in the conv.*, but 0 pictures"),
+    BadData("image of no size", pictured(png(0, 10), "0.png"), "skip", UNDECODABLE),
+    BadData("unknown image part", pictured(picture(), "0.heic"), "skip", "1 <image> in the conv.*, but 0 images"),
     BadData("16-bit png", pictured(picture("PNG", "I;16"), "0.png"), "skip", f"{UNDECODABLE} .*convert it to 8 bits"),
     BadData("png, pixels' checksum wrong", pictured(png(body=1), "0.png"), "fine"),
     BadData("gif of one pixel", pictured(picture("GIF", size=(1, 1)), "0.gif"), "fine"),
@@ -82,8 +82,8 @@ PICTURES = [
     BadData("png with transparency", pictured(picture("PNG", "RGBA"), "0.png"), "fine"),
     BadData("png with a palette", pictured(picture("PNG", "P"), "0.png"), "fine"),
     BadData("jpg turned by exif", pictured(rotated()), "fine"),
-    BadData("picture of one row", pictured(picture(size=(199, 1))), "fine"),
-    BadData("narrow picture", pictured(picture(size=(300, 1))), "skip", "the longer side may be at most 200 times"),
+    BadData("image of one row", pictured(picture(size=(199, 1))), "fine"),
+    BadData("narrow image", pictured(picture(size=(300, 1))), "skip", "the longer side may be at most 200 times"),
     BadData("part in capitals", pictured(picture(), "0.JPG"), "fine"),
     BadData("png called jpg", pictured(picture("PNG")), "fine"),
 ]
@@ -150,7 +150,7 @@ JSONS = [
     ),
 ]
 
-# -- marks and pictures, packs, the older form -----------------------------------------------------------------------
+# -- marks and images, packs, the older form -----------------------------------------------------------------------
 
 OLD: Parts = {"jpg": picture(), "json": {"question": "What is this?"}, "txt": "A gray ramp."}
 LONG = messages(("user", "why? " * 5), ANSWERED)
@@ -170,12 +170,12 @@ def packed(*members: Any) -> Callable[[Path], Path]:
 
 
 FORMS = [
-    BadData("more marks", said(("user", "<image> or <image>?"), ANSWERED, images=1), "skip", "2 <image> .*1 pictures"),
-    BadData("fewer marks", said(ASKED, ANSWERED, images=2), "skip", "1 <image> in the conversation, but 2 pictures"),
-    BadData("no mark", said(("user", "What?"), ANSWERED, images=1), "skip", "0 <image> .*1 pictures"),
-    BadData("mark in the answer", said(ASKED, ("assistant", "an <image>"), images=1), "skip", "2 <image> .*1 pictures"),
-    BadData("pictures without numbers", one_sample({"b.jpg": picture()}), "skip", "several pictures must be numbered"),
-    BadData("number twice", one_sample({"0.png": picture("PNG")}), "skip", "several pictures must be numbered"),
+    BadData("more marks", said(("user", "<image> or <image>?"), ANSWERED, images=1), "skip", "2 <image> .*1 images"),
+    BadData("fewer marks", said(ASKED, ANSWERED, images=2), "skip", "1 <image> in the conversation, but 2 images"),
+    BadData("no mark", said(("user", "What?"), ANSWERED, images=1), "skip", "0 <image> .*1 images"),
+    BadData("mark in the answer", said(ASKED, ("assistant", "an <image>"), images=1), "skip", "2 <image> .*1 images"),
+    BadData("images without numbers", one_sample({"b.jpg": picture()}), "skip", "several images must be numbered"),
+    BadData("number twice", one_sample({"0.png": picture("PNG")}), "skip", "several images must be numbered"),
     BadData("a number left out", one_sample({"json": TWO, "2.jpg": picture()}), "fine"),
     BadData(
         "video",
@@ -195,16 +195,16 @@ FORMS = [
     BadData("pack with a bad member", packed({"messages": []}), "skip", "must be a non-empty list", packing=True),
     BadData("pack too long", packed(LONG, LONG), "skip", r"a pack of \d+ tokens was written", packing=True),
     BadData(
-        "old form, two pictures",
+        "old form, two images",
         old({"jpg": None, "0.jpg": b"", "1.jpg": b""}),
         "skip",
-        "at most one picture is allowed",
+        "at most one image is allowed",
     ),
     BadData("old form, no txt", old({"txt": None}), "skip", r"a part \.txt with the answer is needed"),
     BadData("old form, txt not utf-8", old({"txt": b"\xff\xfe\xfa"}), "skip", "part 'txt' cannot be decoded: 'utf-8'"),
     BadData("old form, empty txt", old({"txt": " \n"}), "skip", "the answer must be non-empty text"),
     BadData("old form, number asked", old({"json": {"question": 3}}), "skip", "the question must be non-empty text"),
-    BadData("old form, two marks", old({"json": {"question": "<image> <image>?"}}), "skip", "2 <image> .*1 pictures"),
+    BadData("old form, two marks", old({"json": {"question": "<image> <image>?"}}), "skip", "2 <image> .*1 images"),
     BadData("vqa type, no jpg", old({"jpg": None}, VQA), "skip", "jpg"),
     BadData("vqa type, no question", old({"json": {"id": 1}}, VQA), "skip", "question"),
     BadData("vqa type, no txt", old({"txt": None}, VQA), "skip", "txt"),

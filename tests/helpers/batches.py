@@ -1,4 +1,4 @@
-"""Synthetic global batches that are the same at every layout: pictures and text-only samples mixed."""
+"""Synthetic global batches that are the same at every layout: images and text-only samples mixed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ QUANTIZED = ADAPTED - set(WITH_EXPERTS)
 """tests/unit/adapters/test_adapter_classes.py."""
 ANSWERED = {case.architecture for case in test_generate.CASES}
 SERVED = {case.architecture for case in EACH_CLASS}
-"""tests/unit/inference/test_serve.py: those that take pictures."""
+"""tests/unit/inference/test_serve.py: those that take images."""
 ON_GPUS = {
     LLAVA: "trained, also in FP8",
     "llava_next": "forward only",
@@ -38,7 +38,7 @@ ON_GPUS = {
 }
 """What has run on an H200: tests/gpu and benchmarks.train_step."""
 COLUMNS = (
-    *("…ForConditionalGeneration", "pictures", "videos", "sound", "packing", "LoRA", "QLoRA"),
+    *("…ForConditionalGeneration", "images", "videos", "sound", "packing", "LoRA", "QLoRA"),
     *("`generate`", "`serve`", "on an H200"),
 )
 
@@ -68,7 +68,7 @@ def row(name: str, kind: Architecture) -> list[str]:
 
 
 def pictures(name: str, kind: Architecture) -> str:
-    """Return which sizes of pictures a class takes."""
+    """Return which sizes of images a class takes."""
     if not kind.takes_images:
         return NO
     if name == LLAVA:

@@ -160,7 +160,7 @@ def make_case(case: Case, folder: Path) -> Any:
 
 
 def case_inputs(case: Case, model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
-    """Return what the case is tested on: pictures as its own processor makes them, if their sizes matter."""
+    """Return what the case is tested on: images as its own processor makes them, if their sizes matter."""
     if case.architecture == "qwen2_audio":
         return sound_inputs(folder)
     if case.architecture in KINDS:
@@ -176,7 +176,7 @@ PICTURE_SIZES = ((100, 40), (56, 56), (30, 210))
 
 
 def pictures_of_sizes(folder: Path, *, sizes: Sequence[tuple[int, int]] = PICTURE_SIZES, seed: int = 0) -> Any:
-    """Return three samples as the data pipeline makes them: one with pictures of several sizes, one with the last of
+    """Return three samples as the data pipeline makes them: one with images of several sizes, one with the last of
     them alone, one with text alone (padded to the same length)."""
     assets = load_assets(folder)
     data = [_noise(*size) for size in sizes]
@@ -212,7 +212,7 @@ def _noise(height: int, width: int) -> bytes:
 
 
 def make_inputs(model: LlavaForConditionalGeneration, *, num_text: int = 24, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Two samples: one with two pictures, one with text alone (padded to the same length)."""
+    """Two samples: one with two images, one with text alone (padded to the same length)."""
     hf = model.config
     if hf.model_type != "llava":
         return any_size_inputs(model, seed=seed)
@@ -249,7 +249,7 @@ def hf_inputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 THEIRS = "hugging face: "
 """Before the names of inputs that only Hugging Face's model takes."""
 SIZES = (((56, 140),), (), ((100, 60), (40, 40)), ((120, 120),), ())
-"""Heights and widths of the pictures of each sample."""
+"""Heights and widths of the images of each sample."""
 VIDEOS = ((), (), (VideoShape(3, 40, 60),), (), (VideoShape(3, 20, 20, 2.0), VideoShape(3, 90, 30)))
 """The videos of each sample, for classes that take them. Hugging Face's model wants one number of frames."""
 
@@ -262,7 +262,7 @@ def media_plan(hf: Any) -> MediaPlan:
 
 
 def patch_inputs(plan: PatchPlan, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Samples of one length with pictures of several sizes, one picture, none, two, as packed patches."""
+    """Samples of one length with images of several sizes, one image, none, two, as packed patches."""
     g = torch.Generator().manual_seed(seed)
     items = [plan.tokens(sizes) for sizes in SIZES]
     length = max(sum(map(len, each)) for each in items) + 24
@@ -310,9 +310,9 @@ def sound_inputs(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def any_size_inputs(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Samples of one length with pictures of several sizes, one picture, none, two; collated as the loader does.
+    """Samples of one length with images of several sizes, one image, none, two; collated as the loader does.
 
-    Where the class takes videos, one has a video between its pictures and one has two videos alone.
+    Where the class takes videos, one has a video between its images and one has two videos alone.
     """
     hf = model.config
     samples = any_size_samples(hf, seed=seed)
@@ -322,7 +322,7 @@ def any_size_inputs(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     tiles = [part for sample in samples for part in sample.pixel_values.split(_num_rows(sample))]
     of_pictures = [part for (span, _), part in zip(spans, tiles, strict=True) if isinstance(span.data, bytes)]
     of_videos = [part for (span, _), part in zip(spans, tiles, strict=True) if isinstance(span.data, Video)]
-    padded = pad_sequence(of_pictures, batch_first=True)  # [pictures, most tiles, 3, side, side]
+    padded = pad_sequence(of_pictures, batch_first=True)  # [images, most tiles, 3, side, side]
     theirs = {"pixel_values": padded, "image_sizes": torch.tensor([x for sizes in SIZES for x in sizes])}
     if hf.model_type == "llava_onevision":
         theirs["batch_num_images"] = torch.tensor([len(sizes) for sizes in SIZES if sizes])

@@ -98,7 +98,7 @@ TINY: dict[str, Callable[[str], PreTrainedTokenizerFast]] = {
 
 
 def typed(text: str) -> list[dict[str, str]]:
-    """A turn's text as parts, a line break beside a picture being left to the template."""
+    """A turn's text as parts, a line break beside an image being left to the template."""
     parts: list[dict[str, str]] = []
     for i, piece in enumerate(text.split(IMAGE_MARK)):
         piece = piece.removeprefix("\n") if i else piece

@@ -1,4 +1,4 @@
-"""The tokens of pictures of many sizes, compared with those of a folder's own processor."""
+"""The tokens of images of many sizes, compared with those of a folder's own processor."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BATCH = 12
 
 
 def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: int = 3) -> None:
-    """Compare the ids of conversations with some pictures each with those of the folder's processor, and the tiles.
+    """Compare the ids of conversations with some images each with those of the folder's processor, and the tiles.
 
-    The processor is given BATCH conversations at once, since a call takes longer than its pictures.
+    The processor is given BATCH conversations at once, since a call takes longer than its images.
     """
     processor, per_tile = AutoProcessor.from_pretrained(folder), features_per_tile(load_hf_config(folder))
     conversations = list(itertools.batched(sizes, together))
@@ -47,13 +47,13 @@ def assert_same_ids(folder: Path, assets: Assets, sizes: list[Size], together: i
         expected = processor(images=pictures, text=texts, add_special_tokens=False, padding=True, return_tensors="pt")
         for some, here, there, mask in zip(batch, ids, expected["input_ids"], expected["attention_mask"], strict=True):
             assert here == there[mask.bool()].tolist(), some
-        # Where pictures have other numbers of tiles, the processor fills up with tiles of zeros; black is not 0.
+        # Where images have other numbers of tiles, the processor fills up with tiles of zeros; black is not 0.
         tiles_made = expected["pixel_values"].flatten(0, -4).flatten(1).any(1).sum()
         assert num_rows == tiles_made, batch
 
 
 def _question_about(assets: Assets, count: int) -> tuple[str, Any]:
-    """Return the text of a conversation about so many pictures, and its tokens."""
+    """Return the text of a conversation about so many images, and its tokens."""
     turns = [Turn("user", "What?" + "\n<image>" * count), Turn("assistant", "This.")]
     return assets.chat.render(turns), assets.chat.text_tokens(turns, num_images=count)
 
@@ -71,7 +71,7 @@ def random_sizes(number: int, longest: int, seed: int = 0) -> list[Size]:
 
 
 def assert_same_tiles(folder: Path, assets: Assets, sizes: Sequence[Size]) -> None:
-    """Compare, bit for bit, the tiles of noise with those of the folder's processor, each picture alone.
+    """Compare, bit for bit, the tiles of noise with those of the folder's processor, each image alone.
 
     They are normalized on the device from bytes where torchvision makes them, not Pillow.
     """

@@ -1,4 +1,4 @@
-"""Tokens with pictures of a fixed number of tokens, as in LLaVA-1.5."""
+"""Tokens with images of a fixed number of tokens, as in LLaVA-1.5."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokens_of_a_picture(image_token_id: int, num_tokens: int = N) -> MediaTokens
 
 
 def encoded(format_: ChatFormat, turns: Sequence[Turn], *, num_images: int, num_tokens: int = N) -> ChatTokens:
-    """Tokenize a conversation, every picture as `num_tokens` placeholders."""
+    """Tokenize a conversation, every image as `num_tokens` placeholders."""
     text = format_.text_tokens(turns, num_images=num_images)
     picture = tokens_of_a_picture(format_.media_ids["<image>"], num_tokens)
     return expand(text, [format_.media_ids["<image>"]], [picture] * num_images)
@@ -34,12 +34,12 @@ def image_positions(tokens: ChatTokens, num_tokens: int = N) -> NDArray[np.int64
 
 
 def placed(places: Sequence[int], image_token_id: int, num_tokens: int) -> tuple[MediaSpan, ...]:
-    """Pictures from these indices on."""
+    """Images from these indices on."""
     picture = tokens_of_a_picture(image_token_id, num_tokens)
     return tuple(MediaSpan(b"%d" % i, place, picture) for i, place in enumerate(places))
 
 
 def tiles(images: ImagePreprocessor, data: Sequence[bytes]) -> Tensor:
-    """Return the tiles of pictures, each as if alone in a conversation."""
+    """Return the tiles of images, each as if alone in a conversation."""
     tokens = [media_tokens([picture], images.plan, images.most_pixels)[0] for picture in data]
     return images.tiles([MediaSpan(picture, 0, item) for picture, item in zip(data, tokens, strict=True)])

@@ -17,7 +17,7 @@ from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_confi
 
 
 def assert_same_logits(groups: Groups, checkpoint: Path, model: PreTrainedModel) -> None:
-    """Compare an imported checkpoint with the model of transformers, on pictures and text."""
+    """Compare an imported checkpoint with the model of transformers, on images and text."""
     ours = load_model(groups, iteration_folder(checkpoint, 0))
     batch = micro_batch(model.config, [0, 1, 2], {1})
     with torch.no_grad():

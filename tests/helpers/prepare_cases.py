@@ -27,7 +27,7 @@ MARK = "<image>"
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation in the form in which it is expected: (role, text) turns and pictures."""
+    """A conversation in the form in which it is expected: (role, text) turns and images."""
 
     turns: tuple[tuple[str, str], ...]
     pictures: tuple[bytes, ...] = ()
@@ -47,10 +47,10 @@ def picture(index: int, kind: str = "JPEG", size: tuple[int, int] = (24, 18), **
 
 
 def vqa_cases(number: int) -> list[Case]:
-    """One question and one answer about one picture, as the plainest formats hold it."""
+    """One question and one answer about one image, as the plainest formats hold it."""
     return [
         Case(
-            (("user", f"{MARK}\nWhich digit is picture {i}?"), ("assistant", f"It is {DIGITS.target[i]}.")),
+            (("user", f"{MARK}\nWhich digit is image {i}?"), ("assistant", f"It is {DIGITS.target[i]}.")),
             (picture(i),),
         )
         for i in range(number)
@@ -58,7 +58,7 @@ def vqa_cases(number: int) -> list[Case]:
 
 
 def chat_cases() -> list[Case]:
-    """System prompts, several turns, several pictures in several places, none at all, Japanese."""
+    """System prompts, several turns, several images in several places, none at all, Japanese."""
     q, a = "user", "assistant"
     return [
         *vqa_cases(3),
@@ -76,7 +76,7 @@ def chat_cases() -> list[Case]:
 
 
 def _stored(folder: Path, case: int, number: int, data: bytes) -> str:
-    """Store a picture and return its path relative to folder."""
+    """Store an image and return its path relative to folder."""
     path = folder / "pictures" / f"{case}_{number}.img"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -91,7 +91,7 @@ def _json(path: Path, rows: Sequence[Any]) -> Path:
 
 
 def llava_rows(folder: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """LLaVA's format: `image` is text for one picture, a list for several."""
+    """LLaVA's format: `image` is text for one image, a list for several."""
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     rows = []
     for i, case in enumerate(cases):
@@ -106,7 +106,7 @@ def _messages(case: Case) -> list[dict[str, Any]]:
 
 
 def _typed(case: Case, part_of: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with content in parts; part_of gives the part of the case's n-th picture."""
+    """Messages with content in parts; part_of gives the part of the case's n-th image."""
     messages, number = [], 0
     for role, text in case.turns:
         parts: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def write_sharegpt(folder: Path, cases: Sequence[Case]) -> Path:
 
 
 def write_openai(folder: Path, cases: Sequence[Case]) -> Path:
-    """Typed content; pictures in turn as path, file:// and data: URI."""
+    """Typed content; images in turn as path, file:// and data: URI."""
     rows = []
     for i, case in enumerate(cases):
 
@@ -157,7 +157,7 @@ def write_openai(folder: Path, cases: Sequence[Case]) -> Path:
 
 
 def _table(folder: Path, cases: Sequence[Case], kind: str) -> pa.Table:
-    """`messages` and `images`; pictures as struct{bytes, path}, bytes, or path."""
+    """`messages` and `images`; images as struct{bytes, path}, bytes, or path."""
     rows = []
     for i, case in enumerate(cases):
         values: list[Any] = list(case.pictures)
@@ -204,7 +204,7 @@ def write_saved(folder: Path, cases: Sequence[Case]) -> Path:
 
 
 def write_columns(folder: Path, cases: Sequence[Case]) -> Path:
-    """Question and answer columns, with a picture."""
+    """Question and answer columns, with an image."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
         {"question": c.turns[0][1].removeprefix(f"{MARK}\n"), "answers": [c.turns[1][1], "?"], "image": c.pictures[0]}
@@ -268,7 +268,7 @@ def make(src: Path, out: Path, options: Options | None = None, how: Opening | No
 
 
 def read_back(folder: Path) -> list[dict[str, Any]]:
-    """Return what training reads of the shards: messages and pictures, and what the json says besides."""
+    """Return what training reads of the shards: messages and images, and what the json says besides."""
     found = []
     for path in sorted(folder.glob("*.tar")):
         samples: dict[str, dict[str, Any]] = {}
@@ -290,7 +290,7 @@ def read_back(folder: Path) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> list[dict[str, Any]]:
-    """Messages and pictures only."""
+    """Messages and images only."""
     return [{"messages": s["messages"], "pictures": s["pictures"]} for s in read_back(folder)]
 
 

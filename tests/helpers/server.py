@@ -34,7 +34,7 @@ class Started:
         return self.process.returncode
 
     def chat(self, text: str, *pictures: bytes, **fields: Any) -> httpx.Response:
-        """Ask a question about pictures."""
+        """Ask a question about images."""
         return httpx.post(f"{self.url}/chat/completions", json=request(text, *pictures, **fields), timeout=60)
 
 

@@ -25,7 +25,7 @@ digits = functools.cache(load_digits)
 
 
 def jpeg(index: int, size: int = 56) -> bytes:
-    """Return a picture of one of the digits."""
+    """Return an image of one of the digits."""
     pixels = (digits().images[index] * 15.9).astype("uint8")
     buffer = io.BytesIO()
     Image.fromarray(pixels).convert("RGB").resize((size, size)).save(buffer, "JPEG", quality=95)

@@ -60,7 +60,7 @@ VISIONS = {
 }
 
 CORPUS = [
-    "USER: What is this? ASSISTANT: This is a picture of a small red house.",
+    "USER: What is this? ASSISTANT: This is an image of a small red house.",
     "Which digit is shown? It is seven. Is it even? no. yes. 0 1 2 3 4 5 6 7 8 9",
     "The quick brown fox jumps over the lazy dog; 漢字とかな。",
 ]
@@ -104,7 +104,7 @@ def make_tokenizer(
 
 
 def vision_config(kind: str, **overrides: Any) -> Any:
-    """4 layers, 64 wide; SigLIP's picture (60) is not a multiple of the patch (14), as in so400m-patch14-384."""
+    """4 layers, 64 wide; SigLIP's image (60) is not a multiple of the patch (14), as in so400m-patch14-384."""
     base: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,

@@ -38,11 +38,11 @@ CHAT_TEMPLATE = (
 NAMED = {"image_token": "<image>", "image_boundary_token": FAKE}
 LATENTS = 6
 SHORTEST, LONGEST = 2 * PATCH + 3, 6 * PATCH + 5
-"""Edges of pictures in pixels; a remainder of a patch is left over."""
+"""Edges of images in pixels; a remainder of a patch is left over."""
 
 
 def idefics2_processor(*, splits: bool = False, latents: int = LATENTS) -> Idefics2Processor:
-    """The processor of `make_hf_idefics2`. `splits`: whether pictures are split into quarters."""
+    """The processor of `make_hf_idefics2`. `splits`: whether images are split into quarters."""
     size = {"shortest_edge": SHORTEST, "longest_edge": LONGEST}
     return Idefics2Processor(
         image_processor=Idefics2ImageProcessor(size=size, do_image_splitting=splits),
@@ -87,16 +87,16 @@ def make_hf_idefics2(
 
 
 def hf_pictures(folder: Path, pictures: Sequence[bytes]) -> dict[str, Tensor]:
-    """Return all pictures of a batch as transformers' model takes them, padded to one size: those of one row.
+    """Return all images of a batch as transformers' model takes them, padded to one size: those of one row.
 
-    It does not use rows, only the order of the pictures.
+    It does not use rows, only the order of the images.
     """
     images = AutoImageProcessor.from_pretrained(folder)
     return dict(images([[Image.fromarray(pixels_of(data)) for data in pictures]], return_tensors="pt"))
 
 
 def pixels_of(picture: bytes) -> Any:
-    """Return a picture as an array [height, width, 3]."""
+    """Return an image as an array [height, width, 3]."""
     return np.asarray(Image.open(BytesIO(picture)).convert("RGB"))
 
 
@@ -112,11 +112,11 @@ TEXTS = (
     *("<image> <image>\n<image>", "<image><image><image>"),
     *("a<image>b <image><image><", "What?\n<image>\n<image>! <image>"),
 )
-"""Of three pictures."""
+"""Of three images."""
 
 
 def assert_the_processors_tokens(folder: Path, assets: Assets, sizes: Sequence[Size], patch: int = PATCH) -> None:
-    """Compare ids, patches and their numbers with those of the folder's processor, three pictures at a time."""
+    """Compare ids, patches and their numbers with those of the folder's processor, three images at a time."""
     processor = AutoProcessor.from_pretrained(folder)
     parts = 5 if processor.image_processor.do_image_splitting else 1
     for number in range(0, len(sizes), 3):

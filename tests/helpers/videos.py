@@ -1,4 +1,4 @@
-"""Pictures and videos of noise, and the samples that hold them."""
+"""Images and videos of noise, and the samples that hold them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llava_mcore.data.samples import Video
 
 
 def noise(height: int, width: int, seed: int = 0, kind: str = "PNG", **options: Any) -> bytes:
-    """Return a picture of noise."""
+    """Return an image of noise."""
     values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(values).save(buffer, kind, **options)

@@ -60,7 +60,7 @@ def curves(
     runs |= {
         "packed": TrainingRun(checkpoint, MIXED, some, packed=True),
         "recomputed": TrainingRun(checkpoint, MIXED, some | recomputed),
-        "pictures only": TrainingRun(checkpoint, (), some),
+        "images only": TrainingRun(checkpoint, (), some),
         "bf16": TrainingRun(checkpoint, MIXED, some | {"training.precision": "bf16"}),
     }
     if pp > 1:

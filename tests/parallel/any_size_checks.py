@@ -1,4 +1,4 @@
-"""Training on pictures and videos of several sizes inside a test world."""
+"""Training on images and videos of several sizes inside a test world."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.parallel.validation_checks import train_and_validate
 Layout = tuple[int, int, int, int]
 """tp, pp, ep, etp."""
 TEXT_ONLY = frozenset({1, 3})
-"""Samples without pictures, as `open_fake_loader` has them."""
+"""Samples without images, as `open_fake_loader` has them."""
 
 
 MICRO_BATCH = 2

@@ -197,7 +197,7 @@ def test_packing_and_recomputation_change_nothing(results: Any, layout: tuple[in
     if layout[1] > 1:
         assert here["interleaved"]["loss"] == pytest.approx(reference["recomputed"]["loss"], rel=1e-6)
     assert here["bf16"]["loss"] == pytest.approx(reference["recomputed"]["loss"], rel=5e-3)
-    assert here["pictures only"]["loss"] == pytest.approx(reference["pictures only"]["loss"], rel=1e-6)
+    assert here["images only"]["loss"] == pytest.approx(reference["images only"]["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])

@@ -1,4 +1,4 @@
-"""Pictures of several sizes, videos, sounds and plain text are packed, train the same at every layout, and resume."""
+"""Images of several sizes, videos, sounds and plain text are packed, train the same at every layout, and resume."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     replace: dict[int, dict[str, Any]] = {i: {"jpg": None, "png": resized(i)} for i in range(NUM_SAMPLES)}
     replace |= {i: {"jpg": None} for i in range(0, NUM_SAMPLES, 5)}
     make_dataset(root / "pictures", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
-    # Some have a video beside their picture, some a video alone.
+    # Some have a video beside their image, some a video alone.
     replace |= {i: replace[i] | filmed(i) for i in range(0, NUM_SAMPLES, 3)}
     make_dataset(root / "videos", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
     write_tar(root / "sounds" / "000000.tar", {f"{i:03d}": with_sound(i) for i in range(NUM_SAMPLES)})

@@ -50,7 +50,7 @@ class Trained:
 
     @property
     def module(self) -> Any:
-        """Has conversations with pictures, videos where there can be any, and neither; and a processor's inputs."""
+        """Has conversations with images, videos where there can be any, and neither; and a processor's inputs."""
         return test_qwen if self.kind in KINDS else test_idefics2
 
     def steps(self) -> list[list[Conversation]]:

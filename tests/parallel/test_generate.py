@@ -44,9 +44,9 @@ NUM_NEW = 12
 
 
 def conversations(refused: Collection[str]) -> list[Conversation]:
-    """A picture, none, two of other sizes, an earlier answer, and a video where the class takes them.
+    """An image, none, two of other sizes, an earlier answer, and a video where the class takes them.
 
-    refused: the marks of media that it does not take. Sounds, if it takes no pictures.
+    refused: the marks of media that it does not take. Sounds, if it takes no images.
     """
     if IMAGE_MARK in refused:
         short, long = Audio(encoded(0.3)), Audio(encoded(2.7, 1))

@@ -24,7 +24,7 @@ from tests.parallel import adapter_checks
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, the run of an adapter on its import, which has moved afterwards, a picture and a dataset."""
+    """A model, the run of an adapter on its import, which has moved afterwards, an image and a dataset."""
     root = tmp_path_factory.mktemp("moved")
     make_hf_llava(root / "hf")
     import_hf(root / "hf", root / "before")

@@ -41,7 +41,7 @@ def losses_by_sample(ranks: list[dict[str, dict[str, Any]]], kind: str) -> dict[
 
 @pytest.fixture(scope="module", params=["llava", "internvl", "idefics3"])
 def material(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A checkpoint of each class, and samples with pictures of several sizes."""
+    """A checkpoint of each class, and samples with images of several sizes."""
     root: Path = tmp_path_factory.mktemp("packing")
     MAKERS.get(request.param, make_hf_llava)(root / "hf")
     import_hf(root / "hf", root / "megatron")

@@ -29,7 +29,7 @@ FIRST_STEPS = 6
 """How many of a run's steps these train."""
 WHOLE = [layout for layout in LAYOUTS if layout not in COMBINED]
 """Layouts that run everything."""
-COMPARED = ("plain", "distributed", "tied", "text only", "pictures only", "stage 1", "rates", "last layer")
+COMPARED = ("plain", "distributed", "tied", "text only", "images only", "stage 1", "rates", "last layer")
 CELLS: list[Any] = [(x, run) for x in WHOLE[1:] for run in COMPARED]
 CELLS += [pytest.param(x, run, marks=pytest.mark.long) for x in COMBINED for run in OF_COMBINED if run in COMPARED]
 

@@ -1,4 +1,4 @@
-"""Towers that every tensor-parallel rank has whole, for a part of the pictures: nothing of a step changes."""
+"""Towers that every tensor-parallel rank has whole, for a part of the images: nothing of a step changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ UNDIVIDED = {"intermediate_size": 51, "num_heads": 1}
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How a class's folder is made, and three conversations, the second without pictures."""
+    """How a class's folder is made, and three conversations, the second without images."""
 
     make: Callable[[Path], object]
     conversations: list[Conversation]
@@ -148,7 +148,7 @@ def test_an_import_is_exported_bit_for_bit(cases: dict[str, dict[str, Any]], tmp
 def test_ranks_draw_other_dropout_for_their_pictures_and_stay_together(
     cases: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """A rank draws in the tower for its own pictures alone, which must not move the numbers that all ranks share."""
+    """A rank draws in the tower for its own images alone, which must not move the numbers that all ranks share."""
     arguments = {"case": cases["qwen2_5_vl"], "save_dir": str(tmp_path)}
     first, second = run_world(2, vision_parallel_checks.with_dropout, tp=2, pp=1, **arguments)
     assert torch.equal(first["random"], second["random"])

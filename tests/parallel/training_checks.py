@@ -21,12 +21,12 @@ from tests.parallel.checks import join
 
 GLOBAL_BATCH = 8
 MIXED = frozenset({1, 4, 5, 6, 7})
-"""Samples without pictures: some data-parallel ranks meet only text in some micro-batches."""
+"""Samples without images: some data-parallel ranks meet only text in some micro-batches."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A short run on made-up samples, packed or padded; those of `text_only` have no pictures."""
+    """A short run on made-up samples, packed or padded; those of `text_only` have no images."""
 
     checkpoint: str
     text_only: Collection[int]
@@ -127,7 +127,7 @@ def curves_of(
         "distributed": TrainingRun(untied, MIXED, {"parallel.use_distributed_optimizer": True}),
         "tied": TrainingRun(tied, MIXED, short),
         "text only": TrainingRun(untied, range(GLOBAL_BATCH), short),
-        "pictures only": TrainingRun(untied, (), short),
+        "images only": TrainingRun(untied, (), short),
         "stage 1": TrainingRun(untied, MIXED, short | stage1),
         "short": TrainingRun(untied, MIXED, short),
         "packed": TrainingRun(untied, MIXED, short, packed=True),

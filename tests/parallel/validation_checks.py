@@ -38,7 +38,7 @@ def make_material(root: Path, **text: Any) -> dict[str, str]:
         i: {"txt": "It is " + "so very " * (i % 7) + f"{i}."} for i in range(2 * NUM_VALIDATION)
     }
     # Number 16 of the validation part, which a choice of 15 or 16 of its 30 samples has too.
-    answers[32]["jpg"] = b"no picture"
+    answers[32]["jpg"] = b"no image"
     make_dataset(root / "data", num_samples=2 * NUM_VALIDATION, replace=answers)
     split = "split_parts: {train: [000001.tar], val: [000000.tar], test: []}\nexclude: []\n"
     (root / "data" / ".nv-meta" / "split.yaml").write_text(split)

@@ -39,7 +39,7 @@ LORA = {"model.freeze_vision_model": True, "adapter.r": 4, "adapter.vision_r": 2
 def gradients(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str) -> dict[str, Any]:
     """Return losses, gradients and their norm after the backward passes of one step, of each case and variant.
 
-    A step has a micro-batch of all conversations, one of a single picture, which some rank has no part of, and one of
+    A step has a micro-batch of all conversations, one of a single image, which some rank has no part of, and one of
     text alone.
     """
     groups = join(tp, pp)

@@ -61,7 +61,7 @@ class FolderClass(ABC):
     parts: ClassVar[tuple[str, str, str]] = ("vision_tower", "multi_modal_projector", "language_model")
     """Names of tower, connector and language model in the model."""
     resamples: ClassVar[bool] = False
-    """Whether a picture becomes the same number of tokens whatever its size."""
+    """Whether an image becomes the same number of tokens whatever its size."""
     named_tokens: ClassVar[Mapping[str, str]] = {}
     """Special tokens by the names under which the class's processor asks the tokenizer for them."""
     marks: ClassVar[tuple[str, ...]] = ()
@@ -140,7 +140,7 @@ class FolderClass(ABC):
         plan: FeatureShape,
         template: str,
     ) -> ProcessorMixin:
-        """Return the processor. `image_processor`: the source's, for pictures of the tower's size."""
+        """Return the processor. `image_processor`: the source's, for images of the tower's size."""
         return self.processor_class(
             tokenizer=tokenizer,
             chat_template=template,

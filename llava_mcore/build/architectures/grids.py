@@ -27,7 +27,7 @@ _ASPECT_RATIO = "anyres_max_9"
 
 
 class GridFolder(FolderClass):
-    """A base view and the grid that fits a picture's proportions; the features of a tile form a square."""
+    """A base view and the grid that fits an image's proportions; the features of a tile form a square."""
 
     connector = "mlp"
     layers = (-2,)

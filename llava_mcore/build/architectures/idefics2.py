@@ -1,4 +1,4 @@
-"""Idefics2: pictures keep their proportions, and a perceiver makes the same number of tokens of each."""
+"""Idefics2: images keep their proportions, and a perceiver makes the same number of tokens of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.vision.geometry import image_side, patch_side
 
 _SHORTEST = 378 / 980
-"""Shortest edge of a picture as a fraction of the longest, as in Idefics2's own processor."""
+"""Shortest edge of an image as a fraction of the longest, as in Idefics2's own processor."""
 
 
 class Idefics2Folder(IdeficsFolder):
@@ -32,7 +32,7 @@ class Idefics2Folder(IdeficsFolder):
     processor_class = Idefics2Processor
     vision_class = Idefics2VisionConfig
     connector = "perceiver"
-    tile = "picture"
+    tile = "image"
     resamples = True
     named_tokens: ClassVar[Mapping[str, str]] = {
         "image_token": IMAGE_TOKEN,

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: pictures are split into rows and columns of tiles, and four neighboring features become one."""
+"""Idefics3 and SmolVLM: images are split into rows and columns of tiles, and four neighboring features become one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llava_mcore.models.vision.geometry import image_side
 from llava_mcore.models.vision.registry import tile_tower
 
 _TILES = 4
-"""Tiles along the longest edge of a picture, as in the processors of the published models."""
+"""Tiles along the longest edge of an image, as in the processors of the published models."""
 _MARKED = 6
 """Rows and columns of tiles with tokens of their own, as in the published tokenizers."""
 _SAMPLING = {"fps": 1, "max_frames": 64}
@@ -109,7 +109,7 @@ class SmolVlmFolder(Idefics3Folder):
 
 
 def _grid_settings(image_processor: Any, config: PretrainedConfig) -> dict[str, Any]:
-    """Return settings that cut pictures into tiles of the tower's size, normalized like the source's pictures."""
+    """Return settings that cut images into tiles of the tower's size, normalized like the source's images."""
     side = image_side(config.vision_config)
     sizes = {"size": {"longest_edge": _TILES * side}, "max_image_size": {"longest_edge": side}}
     return tile_settings(image_processor, config) | sizes

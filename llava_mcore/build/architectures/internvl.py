@@ -1,4 +1,4 @@
-"""InternVL: pictures are split into tiles, and four neighboring features become one."""
+"""InternVL: images are split into tiles, and four neighboring features become one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llava_mcore.models.architectures.registry import features_per_tile
 
 
 class InternVlFolder(FolderClass):
-    """InternVL: pictures are split into tiles, and four neighboring features become one."""
+    """InternVL: images are split into tiles, and four neighboring features become one."""
 
     model_class = InternVLForConditionalGeneration
     processor_class = InternVLProcessor

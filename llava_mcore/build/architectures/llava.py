@@ -1,4 +1,4 @@
-"""LLaVA-1.5: every picture is one tile."""
+"""LLaVA-1.5: every image is one tile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llava_mcore.models.vision.geometry import patch_side
 
 
 class LlavaFolder(FolderClass):
-    """LLaVA-1.5: every picture is one tile."""
+    """LLaVA-1.5: every image is one tile."""
 
     model_class = LlavaForConditionalGeneration
     processor_class = LlavaProcessor
     connector = "mlp"
-    tile = "picture"
+    tile = "image"
     layers = (-2,)
 
     def _config_fields(self, vision: PretrainedConfig, plan: FeatureShape, ids: TokenIds) -> dict[str, Any]:

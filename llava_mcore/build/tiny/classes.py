@@ -73,7 +73,7 @@ def _llava_values(tokenizer: hf.PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def _write_llava_onevision(name: str, folder: Path, seed: int) -> None:
-    """SigLIP and Qwen2; pictures of up to 3 tiles and the whole picture, and videos."""
+    """SigLIP and Qwen2; images of up to 3 tiles and the whole image, and videos."""
     tokenizer = make_tokenizer(_IMAGE | _VIDEO)
     processor = hf.LlavaOnevisionProcessor(
         image_processor=hf.LlavaOnevisionImageProcessor(size=_SQUARE, image_grid_pinpoints=_GRIDS),
@@ -98,7 +98,7 @@ def _write_llava_onevision(name: str, folder: Path, seed: int) -> None:
 
 
 def _write_internvl(name: str, folder: Path, seed: int) -> None:
-    """InternViT and Qwen2; pictures of up to 4 tiles."""
+    """InternViT and Qwen2; images of up to 4 tiles."""
     tokens = {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"}
     tokenizer = make_tokenizer(tokens | _VIDEO)
     processor = hf.InternVLProcessor(
@@ -119,7 +119,7 @@ def _write_internvl(name: str, folder: Path, seed: int) -> None:
 
 
 def _write_idefics2(name: str, folder: Path, seed: int) -> None:
-    """SigLIP for pictures of any size, a perceiver, and Mistral."""
+    """SigLIP for images of any size, a perceiver, and Mistral."""
     tokenizer = make_tokenizer({**_IMAGE, "image_boundary_token": _FAKE}, more=["<end_of_utterance>"])
     processor = hf.Idefics2Processor(
         image_processor=hf.Idefics2ImageProcessor(
@@ -149,7 +149,7 @@ def _write_idefics2(name: str, folder: Path, seed: int) -> None:
 
 
 def _write_idefics3(name: str, folder: Path, seed: int) -> None:
-    """Idefics3 and SmolVLM: SigLIP and Llama; pictures of up to 3 x 3 tiles and the whole picture."""
+    """Idefics3 and SmolVLM: SigLIP and Llama; images of up to 3 x 3 tiles and the whole image."""
     rows = [f"<row_{i + 1}_col_{j + 1}>" for i in range(3) for j in range(3)]
     tokenizer = make_tokenizer(_IMAGE, more=[_FAKE, "<end_of_utterance>", "<global-img>", *rows])
     processor = hf.Idefics3Processor(

@@ -54,7 +54,7 @@ def _resolve(self: JsonParser, module_name: str, object_name: str, *how: Any, **
 
 def _refuse_file(self: ModuleLoader, path: Any) -> NoReturn:
     raise NamedCodeError(
-        f"it names Python code, {path}, which is not run. Write shards of its json, txt and picture parts instead: "
+        f"it names Python code, {path}, which is not run. Write shards of its json, txt and image parts instead: "
         "python -m llava_mcore prepare FOLDER --out SHARDS. Or, if question and answer are parts or fields of a json, "
         "use a field_map in dataset.yaml instead of sample_loader and part_filter"
     )

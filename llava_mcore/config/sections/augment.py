@@ -15,7 +15,7 @@ _EXPECTED = f"expected a list such as [{EXAMPLE}]"
 
 
 class TransformConfig(Section):
-    """A transform of pictures. All keys but its name are arguments, which are checked where torchvision is."""
+    """A transform of images. All keys but its name are arguments, which are checked where torchvision is."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -33,11 +33,11 @@ class Limits:
     """Limits of a sample, so that a single one cannot use all memory or time. Larger samples are skipped."""
 
     sample_bytes: int = 1 << 28
-    """Bytes of its json, pictures, frames and sounds together, and of each of them."""
+    """Bytes of its json, images, frames and sounds together, and of each of them."""
     text_chars: int = 1_000_000
     """Characters of all turns of a conversation."""
     picture_pixels: int = 178_956_970
-    """Width times height of a picture or frame before it is resized; Pillow refuses more."""
+    """Width times height of an image or frame before it is resized; Pillow refuses more."""
     frames: int = 4096
     """Frames of all videos of a conversation together."""
 
@@ -47,7 +47,7 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class PixelRange:
-    """Minimum and maximum width x height of a resized picture or frame; None: those of the checkpoint's processor."""
+    """Minimum and maximum width x height of a resized image or frame; None: those of the checkpoint's processor."""
 
     smallest: int | None = None
     largest: int | None = None
@@ -61,7 +61,7 @@ class DataConfig(Section):
     path: Annotated[DataPath | None, Flag("--data-path")] = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
     seq_length: Annotated[Size, Flag("--seq-length")] = 2048
-    """Maximum number of tokens of a sample, or of a pack of samples, including those of pictures, videos and sounds."""
+    """Maximum number of tokens of a sample, or of a pack of samples, including those of images, videos and sounds."""
     num_workers: Annotated[int, Flag("--num-workers")] = Field(2, ge=0, le=1024)
     """Loader processes per data-parallel rank; 0 loads in the training process."""
     timeout: Seconds = 600
@@ -80,7 +80,7 @@ class DataConfig(Section):
     image_token_id: Annotated[int | None, Flag("--image-token-id", after="--max-skip-rate")] = Field(
         None, ge=0, le=10**9
     )
-    """Id of the tokenizer's placeholder for pictures; not given: the one the tokenizer names, else that of <image>."""
+    """Id of the tokenizer's placeholder for images; not given: the one the tokenizer names, else that of <image>."""
     pad_token_id: Annotated[int | None, Flag("--pad-token-id")] = Field(None, ge=0, le=10**9)
     """Id of the token that pads batches, which is never trained; not given: the tokenizer's pad token."""
     packing: Annotated[bool, Flag("--packing", after="--num-workers")] = False
@@ -91,20 +91,20 @@ class DataConfig(Section):
     """Bytes per node for samples that were read and wait for their pack, divided over its loader processes. Others are
     read again when their pack is built."""
     max_media_tokens: Size | None = None
-    """Maximum number of patches of the pictures and frames (of sound: 20 ms frames) in a pack (without packing: in a
+    """Maximum number of patches of the images and frames (of sound: 20 ms frames) in a pack (without packing: in a
     sample), so that no rank's tower gets more than fits into memory; a sample with more than that is too long
     (on_too_long). `check` prints how many samples have. Not given: seq_length is the only limit."""
     on_too_long: Annotated[Literal["drop", "truncate", "error"], Flag("--on-too-long")] = "drop"
     """Handling of a conversation longer than seq_length or with more patches than max_media_tokens: it is skipped
-    and counted, truncated (before a picture, video or sound that would be cut or exceeds max_media_tokens), or an error
+    and counted, truncated (before an image, video or sound that would be cut or exceeds max_media_tokens), or an error
     that ends the run."""
     max_skip_rate: Annotated[float, Flag("--max-skip-rate")] = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     min_pixels: Annotated[Size | None, Flag("--min-pixels")] = None
-    """For Qwen-VL, the minimum width x height of a resized picture: a smaller picture is enlarged. Not given: the image
+    """For Qwen-VL, the minimum width x height of a resized image: a smaller image is enlarged. Not given: the image
     processor's. The exported folder gets the same limits."""
     max_pixels: Annotated[Size | None, Flag("--max-pixels")] = None
-    """For Qwen-VL, the maximum width x height of a resized picture, which bounds its number of tokens. Not given: the
+    """For Qwen-VL, the maximum width x height of a resized image, which bounds its number of tokens. Not given: the
     image processor's. The exported folder gets the same limits."""
     video_min_pixels: Annotated[Size | None, Flag("--video-min-pixels")] = None
     """For Qwen-VL, the minimum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
@@ -113,9 +113,9 @@ class DataConfig(Section):
     """For Qwen-VL, the maximum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
     Not given: the video processor's. The exported folder gets the same limits."""
     augment: Annotated[tuple[TransformConfig, ...], BeforeValidator(transform_list)] = ()
-    """Transforms of the pictures and frames of training samples, in their order: names in torchvision.transforms.v2,
+    """Transforms of the images and frames of training samples, in their order: names in torchvision.transforms.v2,
     each with its arguments, such as [{name: ColorJitter, brightness: 0.2}, {name: RandomGrayscale, p: 0.1}]. They may
-    not change a picture's size."""
+    not change an image's size."""
     chat_template: Annotated[str | None, Flag("--chat-template")] = None
     """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
     file. Not given: the tokenizer's own."""
@@ -126,17 +126,17 @@ class DataConfig(Section):
     """Meaning of the tokenizer's special tokens in the text of a conversation, such as <|im_end|> in an answer: plain
     text, or the tokens themselves, for data that relies on it."""
     max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1, le=1 << 40)
-    """Bytes of a sample, its json, pictures, frames and sounds together; a larger one is skipped."""
+    """Bytes of a sample, its json, images, frames and sounds together; a larger one is skipped."""
     max_text_chars: int = Field(LIMITS.text_chars, ge=1, le=1 << 40)
     """Characters of a conversation; a longer one is skipped before it is tokenized."""
     max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)
-    """Width times height of a picture or frame; a sample with a larger one is skipped. Default: Pillow's own limit."""
+    """Width times height of an image or frame; a sample with a larger one is skipped. Default: Pillow's own limit."""
     max_frames: int = Field(LIMITS.frames, ge=1, le=1 << 30)
     """Frames of all videos of a conversation together; a sample with more is skipped before they are decoded."""
 
     @property
     def pixels(self) -> PixelRange:
-        """The limits of a resized picture's area."""
+        """The limits of a resized image's area."""
         return PixelRange(self.min_pixels, self.max_pixels)
 
     @property

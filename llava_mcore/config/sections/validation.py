@@ -31,5 +31,5 @@ class ValidationConfig(Section):
     eval_generate_batch_size: Annotated[Size, _GENERATE] = 8
     """Questions that a model replica answers at the same time."""
     eval_generate_examples: Annotated[int, _GENERATE] = Field(8, ge=0, le=64)
-    """Answers of a round that are shown with their pictures in answers/ITERATION.png, TensorBoard and Weights & Biases.
+    """Answers of a round that are shown with their images in answers/ITERATION.png, TensorBoard and Weights & Biases.
     """

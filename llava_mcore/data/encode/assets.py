@@ -55,7 +55,7 @@ class Assets:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     images: MediaPreprocessor
-    """Turns pictures, videos or sounds into the tower's input."""
+    """Turns images, videos or sounds into the tower's input."""
     plan: MediaPlan
     pad_token_id: int
     eos_token_id: int
@@ -63,11 +63,11 @@ class Assets:
     """Language of the prompts for data without questions (data.prompts)."""
     limits: Limits = LIMITS
     pixels: PixelRange = field(default_factory=PixelRange)
-    """The range of areas that pictures are resized to; empty for classes that do not resize to one."""
+    """The range of areas that images are resized to; empty for classes that do not resize to one."""
     video_pixels: PixelRange = field(default_factory=PixelRange)
     """The same for frames of videos; empty too if there is no video processor."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Why samples with pictures, videos or sounds cannot be used, by their mark; those without a reason can."""
+    """Why samples with images, videos or sounds cannot be used, by their mark; those without a reason can."""
 
     @property
     def pixel_ranges(self) -> dict[str, PixelRange]:
@@ -76,7 +76,7 @@ class Assets:
 
     @property
     def to_rgb(self) -> ToRgb:
-        """How pictures become RGB."""
+        """How images become RGB."""
         return self.images.to_rgb if isinstance(self.images, ImagePreprocessor) else on_white
 
 
@@ -93,18 +93,18 @@ def load_assets(
     pixels: PixelRange = PixelRange(),  # noqa: B008  (it cannot be changed)
     video_pixels: PixelRange = PixelRange(),  # noqa: B008
 ) -> Assets:
-    """Load tokenizer, chat template, and the processors of what the class takes: pictures, videos or sound.
+    """Load tokenizer, chat template, and the processors of what the class takes: images, videos or sound.
 
     Args:
         checkpoint_hf_dir: the Hugging Face files of the checkpoint to train: its config.json is used, and its image
             processor or chat template if `hf_dir` has only a tokenizer.
         chat_template: a name or a .jinja file; None: the folder's own.
         lang: language of the prompts for data without questions, and of the template if there is no other.
-        image_token_id: id of the placeholder for pictures; None: the tokenizer's, else that of <image>.
+        image_token_id: id of the placeholder for images; None: the tokenizer's, else that of <image>.
         pad_token_id: id of the padding token; None: the tokenizer's.
         special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a conversation are read.
         limits: the limits of a sample.
-        pixels, video_pixels: ranges of the areas of resized pictures and frames, for classes that resize to one.
+        pixels, video_pixels: ranges of the areas of resized images and frames, for classes that resize to one.
 
     Raises:
         DataError: lists everything that is missing or does not match.
@@ -145,7 +145,7 @@ def load_assets(
 def _image_token_errors(config: PretrainedConfig | None, image_token_id: int | None) -> list[str]:
     if config is None or architecture_of(config).takes_images or image_token_id is None:
         return []
-    return [f"--image-token-id {image_token_id} has no effect: the model takes no pictures; omit it"]
+    return [f"--image-token-id {image_token_id} has no effect: the model takes no images; omit it"]
 
 
 def _placeholders(image_token: str, plan: MediaPlan, processors: Processors) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _refused(
         videos = preprocessor.no_videos or chat.no_videos
     no_images = None
     if not architecture.takes_images:
-        no_images = f"{architecture.model_class.__name__} does not support pictures, only sound"
+        no_images = f"{architecture.model_class.__name__} does not support images, only sound"
     reasons = {IMAGE_MARK: no_images, VIDEO_MARK: videos, AUDIO_MARK: processors.audios.reason}
     return {mark: reason for mark, reason in reasons.items() if reason is not None}
 

@@ -1,4 +1,4 @@
-"""Augmentation: the transforms of `data.augment`, applied to decoded pictures with reproducible draws."""
+"""Augmentation: the transforms of `data.augment`, applied to decoded images with reproducible draws."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from llava_mcore.errors import ConfigError, DataError, problems
 
 
 class OwnTransform(v2.Transform):
-    """A transform of one picture, uint8 [3, height, width], with its arguments in `__init__`.
+    """A transform of one image, uint8 [3, height, width], with its arguments in `__init__`.
 
     It keeps type and size, has no state, and draws from torch's global generator alone, which is seeded for each
-    picture.
+    image.
     """
 
     moves: ClassVar[bool] = False
-    """Whether things in the picture are elsewhere afterwards, so that coordinates in the text are wrong."""
+    """Whether things in the image are elsewhere afterwards, so that coordinates in the text are wrong."""
 
 
 OWN_TRANSFORMS: dict[str, type[OwnTransform]] = {}
@@ -38,12 +38,12 @@ OWN_TRANSFORMS: dict[str, type[OwnTransform]] = {}
 
 
 TRANSFORM_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that transforms raise for arguments, and for pictures, that they cannot use."""
+"""Errors that transforms raise for arguments, and for images, that they cannot use."""
 
-_SIZE = "it changes the size of a picture, but tokens are counted and packed before pictures are decoded"
+_SIZE = "it changes the size of an image, but tokens are counted and packed before images are decoded"
 _TYPE = "it changes the type of the pixels, which the checkpoint's image processor needs as they are"
-_BATCH = "it mixes the pictures and labels of a batch of a classifier"
-_INNER = "it takes other transforms or code; list transforms of pictures in data.augment itself"
+_BATCH = "it mixes the images and labels of a batch of a classifier"
+_INNER = "it takes other transforms or code; list transforms of images in data.augment itself"
 _BOXES = "it is for boxes and key points, which samples do not have"
 REFUSED = {
     **dict.fromkeys(("CenterCrop", "FiveCrop", "Pad", "RandomCrop", "RandomIoUCrop", "RandomResize"), _SIZE),
@@ -60,7 +60,7 @@ REFUSED = {
 """Classes in torchvision.transforms.v2 that cannot be used, with the reason. The others are tried before they are
 used."""
 _MOVING = ("torchvision.transforms.v2._geometry", "torchvision.transforms.v2._auto_augment")
-"""Modules of classes that move what is in a picture."""
+"""Modules of classes that move what is in an image."""
 _CHOICES: dict[str, type[Enum]] = {"interpolation": InterpolationMode, "policy": AutoAugmentPolicy}
 """Arguments that torchvision takes as members of an enumeration, and users write as text."""
 _PROBES = ((96, 128), (128, 96), (112, 112))
@@ -68,7 +68,7 @@ _PROBE_SEEDS = range(4)
 
 
 class ImageKey(NamedTuple):
-    """Everything that the random draws of a picture depend on."""
+    """Everything that the random draws of an image depend on."""
 
     seed: int
     """training.seed."""
@@ -79,7 +79,7 @@ class ImageKey(NamedTuple):
     pass_index: int
     """How often the dataset has been read completely before."""
     position: int
-    """Index of the picture or video in the conversation."""
+    """Index of the image or video in the conversation."""
 
 
 class Augmentation:
@@ -95,13 +95,13 @@ class Augmentation:
         self._transforms = [transform for transform in built if transform is not None]
 
     def __call__(self, pixels: Tensor, key: ImageKey) -> Tensor:
-        """Return a picture or frame, uint8 [3, height, width], after all transforms; equal keys have equal draws.
+        """Return an image or frame, uint8 [3, height, width], after all transforms; equal keys have equal draws.
 
         torch's global generator is as before afterwards.
 
         Raises:
             ConfigError: a transform has changed type or size.
-            DataError: a transform cannot be applied to this picture.
+            DataError: a transform cannot be applied to this image.
         """
         with _draws(key):
             for transform in self._transforms:
@@ -115,7 +115,7 @@ class Augmentation:
         if not moving:
             return []
         return [
-            f"data.augment: {', '.join(moving)} moves what is in a picture, but the text stays: coordinates, and words "
+            f"data.augment: {', '.join(moving)} moves what is in an image, but the text stays: coordinates, and words "
             "such as 'left', are then wrong"
         ]
 
@@ -135,7 +135,7 @@ def augmentation_of(data: DataConfig, assets: Assets) -> Augmentation | None:
     """Return the transforms of a run; None if there are none.
 
     Raises:
-        ConfigError: some cannot be used, or the model takes neither pictures nor videos.
+        ConfigError: some cannot be used, or the model takes neither images nor videos.
     """
     if not data.augment:
         return None
@@ -180,7 +180,7 @@ def _with_members(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _try(transform: v2.Transform) -> str | None:
-    """Return why a transform cannot be used for pictures of several proportions."""
+    """Return why a transform cannot be used for images of several proportions."""
     for height, width in _PROBES:
         for seed in _PROBE_SEEDS:
             with _draws(ImageKey(seed, 0, "probe", 0, 0)):
@@ -194,7 +194,7 @@ def _try(transform: v2.Transform) -> str | None:
 
 def _apply(transform: v2.Transform, pixels: Tensor) -> Tensor:
     """Apply one transform. Errors like Augmentation's."""
-    size = f"a picture of {pixels.shape[2]} x {pixels.shape[1]} pixels"
+    size = f"an image of {pixels.shape[2]} x {pixels.shape[1]} pixels"
     try:
         result = transform(pixels)
     except TRANSFORM_ERRORS as error:
@@ -217,7 +217,7 @@ def _moves(transform: v2.Transform) -> bool:
 @contextlib.contextmanager
 def _draws(key: ImageKey) -> Iterator[None]:
     """Seed torch's global generator in a block, and compute there with one thread, as loader processes do: sums over a
-    picture have other roundings with more."""
+    image have other roundings with more."""
     state, num_threads = torch.get_rng_state(), torch.get_num_threads()
     digest = hashlib.blake2b("\0".join(map(str, key)).encode("utf-8", "surrogateescape"), digest_size=8).digest()
     if num_threads != 1:

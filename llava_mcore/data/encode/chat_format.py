@@ -44,7 +44,7 @@ class ChatFormat(ChatText):
         around_media: AroundMedia = NOTHING_AROUND,
     ):
         """`image_token`, `video_token` and `audio_token` are the tokenizer's placeholders for what may be in a
-        conversation; None for what may not. There is one for pictures or for sound.
+        conversation; None for what may not. There is one for images or for sound.
 
         special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a turn are read.
         around_media: what the class's processor rewrites in a rendered text.
@@ -101,7 +101,7 @@ class ChatFormat(ChatText):
         return self.tokens(turns, {IMAGE_MARK: num_images, VIDEO_MARK: num_videos})
 
     def tokens(self, turns: Sequence[Turn], media: Mapping[str, int], tools: Tools = ()) -> TextTokens:
-        """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per picture, video and
+        """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per image, video and
         sound.
 
         The trained answers are marked with their EOS. Raises DataError if marks do not match `media`, which are numbers
@@ -155,7 +155,7 @@ class ChatFormat(ChatText):
         """Return a rendered text's encoding, its ids, and which of them are placeholders.
 
         Args:
-            media: numbers of pictures, videos and sounds by mark.
+            media: numbers of images, videos and sounds by mark.
             hidden: whether the special tokens that were typed in the turns are hidden in the text.
         """
         try:
@@ -180,7 +180,7 @@ class ChatFormat(ChatText):
         return tuple(sorted(typed))
 
     def special_in(self, text: str) -> tuple[str, ...]:
-        """Return the special tokens in a text, placeholders of pictures and videos too."""
+        """Return the special tokens in a text, placeholders of images and videos too."""
         placeholders = [token for token in (self.image_token, self.video_token) if token is not None and token in text]
         return tuple(sorted({*self._typed.found_in(text), *placeholders}))
 

@@ -1,4 +1,4 @@
-"""Raw parts of a shard's sample -> its conversations. Pictures, frames and sounds stay undecoded here."""
+"""Raw parts of a shard's sample -> its conversations. Images, frames and sounds stay undecoded here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llava_mcore.errors import DataError
 class TextDecoder(FileStoreDecoder):
     """Decodes the json and txt parts of a sample and leaves everything else as bytes.
 
-    Energon's own decoder would decode pictures before the shuffle buffer, which makes the buffer several times larger
+    Energon's own decoder would decode images before the shuffle buffer, which makes the buffer several times larger
     and the first batch wait for all of it; it would also unpickle parts such as `.pkl`.
     """
 
@@ -62,14 +62,14 @@ def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None)
     """Cook a sample of a CrudeWebdataset or of a jsonl file.
 
     Its json part holds "messages", or "pack" (several conversations), each with `<image>`, `<video>` and
-    `<audio>` in the positions of pictures, videos and sounds; or "question", with the answer in a txt part and at most
+    `<audio>` in the positions of images, videos and sounds; or "question", with the answer in a txt part and at most
     one of each.
     If the dataset has a prompt pool, the question may be missing, which counts as an empty one. `media_of` says where
     all of these are; names in a store are read only here.
 
     Raises:
         DataError: something is missing or has a wrong type; the sample is skipped.
-        RuntimeError: the store of pictures cannot be reached; the run ends.
+        RuntimeError: the store of images cannot be reached; the run ends.
     """
     has_pool = POOL_KEY in (sample.get("__subflavors__") or {})
     about = sample.get("json")
@@ -112,12 +112,12 @@ def _conversation(
 
 
 def _marks_of(conversation: Conversation) -> tuple[str, ...]:
-    """Return a mark for each of its pictures, videos and sounds."""
+    """Return a mark for each of its images, videos and sounds."""
     return tuple(mark for mark, count in conversation.num_media.items() for _ in range(count))
 
 
 def _share_media(members: Any, media: SampleMedia, *, has_pool: bool) -> tuple[Conversation, ...]:
-    """Return the conversations of a sample, each with the pictures, videos and sounds of its marks."""
+    """Return the conversations of a sample, each with the images, videos and sounds of its marks."""
     if not isinstance(members, list) or not members or not all(isinstance(member, dict) for member in members):
         raise DataError('"pack" must be a list of objects with "messages"')
     conversations, done = [], dict.fromkeys(NAMES, 0)
@@ -139,7 +139,7 @@ def _share_media(members: Any, media: SampleMedia, *, has_pool: bool) -> tuple[C
 
 
 def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, ...]:
-    """Put all pictures, videos and sounds into an empty question, unless the conversation has marks."""
+    """Put all images, videos and sounds into an empty question, unless the conversation has marks."""
     if any(mark in turn.text for turn in turns for mark in NAMES):
         return turns
     first = next(index for index, turn in enumerate(turns) if turn.role == "user")
@@ -149,7 +149,7 @@ def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, .
 
 
 def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
-    """Return the turns with the prompt as question if the first one only has pictures, videos and sounds."""
+    """Return the turns with the prompt as question if the first one only has images, videos and sounds."""
     first = next(index for index, turn in enumerate(turns) if turn.role == "user")
     marks = turns[first].text.strip()
     if without_marks(marks).strip():
@@ -209,7 +209,7 @@ def chat_from_standard(sample: Any) -> ChatSample:
         hint = "; prepare text-only samples as CrudeWebdataset" if isinstance(sample, TextSample) else ""
         raise DataError(f"a {type(sample).__name__} cannot be trained on, only VQASample and crude samples{hint}")
     if not isinstance(sample.image, bytes):
-        raise DataError(f"the field image is {type(sample.image).__name__}, not a picture such as jpg; see field_map")
+        raise DataError(f"the field image is {type(sample.image).__name__}, not an image such as jpg; see field_map")
     answers = [sample.answers] if isinstance(sample.answers, str) else sample.answers
     if not answers:
         raise DataError("the sample has no answer; map the field answers, for example to txt")

@@ -35,7 +35,7 @@ from llava_mcore.data.samples import (
     Video,
 )
 from llava_mcore.data.storage.stored_tokens import StoredTokens
-from llava_mcore.errors import DataError
+from llava_mcore.errors import DataError, with_article
 from llava_mcore.media.media import MediaPlan, MediaTokens
 
 
@@ -66,17 +66,17 @@ def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConve
 
 
 def check_media(conversation: Conversation, assets: Assets) -> None:
-    """Raise DataError for media that cannot be used, and for too many pictures, frames or sounds."""
+    """Raise DataError for media that cannot be used, and for too many images, frames or sounds."""
     limits, frames = assets.limits, conversation.frames
     for mark, count in conversation.num_media.items():
         if count and mark in assets.refused:
-            raise DataError(f"it has a {NAMES[mark]}, but {assets.refused[mark]}")
+            raise DataError(f"it has {with_article(NAMES[mark])}, but {assets.refused[mark]}")
     if len(frames) > limits.frames:
         raise DataError(f"its videos have {len(frames)} frames; the limit is {limits.frames} (max_frames)")
     num_bytes = sum(map(len, (*conversation.images, *frames, *(audio.data for audio in conversation.audios))))
     if num_bytes > limits.sample_bytes:
         raise DataError(
-            f"its pictures, frames and sounds have {num_bytes} bytes; the limit is {limits.sample_bytes} "
+            f"its images, frames and sounds have {num_bytes} bytes; the limit is {limits.sample_bytes} "
             "(max_sample_bytes)"
         )
 
@@ -94,7 +94,7 @@ def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: 
 
 
 def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | None:
-    """Return the tokens that were stored with a conversation, with one placeholder per picture, video and sound.
+    """Return the tokens that were stored with a conversation, with one placeholder per image, video and sound.
 
     None if there are none, or if they differ from what would be computed now.
 
@@ -114,7 +114,7 @@ def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | No
 def stored_text(
     parts: Mapping[str, Any], stored: StoredTokens, assets: Assets
 ) -> tuple[TextTokens, Conversation] | None:
-    """Return the tokens that are stored beside a shard, and the pictures that they belong to.
+    """Return the tokens that are stored beside a shard, and the images that they belong to.
 
     None if the sample is not the one that they were stored for, or cannot be used as it is: then its json is decoded,
     and says what is wrong.
@@ -181,9 +181,9 @@ def fit(
 
 
 def cut(tokens: TokenConversation, seq_length: int, most_patches: int | None = None) -> TokenConversation:
-    """Return the beginning that keeps to both budgets, without a picture, video or sound that would be cut in two.
+    """Return the beginning that keeps to both budgets, without an image, video or sound that would be cut in two.
 
-    The remaining pictures keep the tokens that they had among all pictures.
+    The remaining images keep the tokens that they had among all images.
     """
     patches = accumulate(item.tokens.num_patches for item in tokens.media)
     fitting = takewhile(

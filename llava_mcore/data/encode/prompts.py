@@ -17,13 +17,13 @@ POOL_KEY = "prompt_pool"
 POOLS: dict[str, dict[str, tuple[str, ...]]] = {
     "caption": {
         "en": (
-            "Describe this picture in one sentence.",
-            "What does the picture show? Answer briefly.",
+            "Describe this image in one sentence.",
+            "What does the image show? Answer briefly.",
             "Give a short caption for this image.",
             "In a few words, what can be seen here?",
             "Sum up the image in one line.",
-            "Write one plain sentence about what is in the picture.",
-            "What is this a picture of?",
+            "Write one plain sentence about what is in the image.",
+            "What is this an image of?",
             "State briefly what you see.",
         ),
         "jp": (
@@ -39,14 +39,14 @@ POOLS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "detailed_caption": {
         "en": (
-            "Describe this picture in detail.",
+            "Describe this image in detail.",
             "Look closely and write down everything that matters in the image.",
             "Give a full account of the scene: what is there, where it is, and what it looks like.",
             "What can be seen here? Go through the objects, their places and the background.",
-            "Write a thorough description for somebody who cannot see the picture.",
+            "Write a thorough description for somebody who cannot see the image.",
             "Explain at length what the image shows.",
             "Cover the whole image, from the foreground to the background, in several sentences.",
-            "Tell me all you can about this picture.",
+            "Tell me all you can about this image.",
         ),
         "jp": (
             "この画像を詳しく説明してください。",
@@ -63,9 +63,9 @@ POOLS: dict[str, dict[str, tuple[str, ...]]] = {
         "en": (
             "Read the text in this image.",
             "What is written here?",
-            "Write down all text that can be seen in the picture.",
+            "Write down all text that can be seen in the image.",
             "Transcribe the image.",
-            "Which words and numbers does the picture contain?",
+            "Which words and numbers does the image contain?",
             "Copy the text of this image exactly as it stands.",
         ),
         "jp": (

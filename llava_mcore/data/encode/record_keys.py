@@ -29,7 +29,7 @@ PAIR = (CHOSEN, REJECTED)
 OBJECTS_KEY, HISTORY_KEY, INPUT_KEY = "objects", "history", "input"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 SIZE_KEYS = ("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels")
-"""Options of one picture by qwen-vl-utils' names: what it is resized to."""
+"""Options of one image by qwen-vl-utils' names: what it is resized to."""
 CLIP_KEYS = {
     "fps": ("fps", "sample_fps"),
     "num_frames": ("nframes", "num_frames"),
@@ -86,7 +86,7 @@ class KeyTable:
         return is_full(value) and not any(value is x or value == x for x in self.refused[key].neutral)
 
 
-_OF_ROW = RefusedKey("write it beside the reference to the picture or video that it is for")
+_OF_ROW = RefusedKey("write it beside the reference to the image or video that it is for")
 
 ROW = KeyTable(
     level="",

@@ -12,7 +12,7 @@ from llava_mcore.data.encode.marks import MARK_WITH_NEWLINES, NAMES, TYPES, unes
 from llava_mcore.data.encode.record_keys import REASONING_KEYS
 from llava_mcore.data.encode.tokens import Span
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Turn
-from llava_mcore.errors import DataError
+from llava_mcore.errors import DataError, with_article
 from llava_mcore.templates import fixed_date
 from llava_mcore.templates.bounded import RENDER_ERRORS
 
@@ -22,7 +22,7 @@ Render = Callable[[Sequence[Turn], dict[str, str]], str]
 
 
 def probe(mark: str = IMAGE_MARK) -> list[Turn]:
-    """Return a question about a picture, a video or a sound, and its answer."""
+    """Return a question about an image, a video or a sound, and its answer."""
     return [Turn("user", f"{mark}\n{QUESTION}"), Turn("assistant", ANSWER)]
 
 
@@ -30,7 +30,7 @@ def find_content_format(render: Render, formats: Iterable[dict[str, str]], mark:
     """Return the first format that the template supports, preferably with a system prompt.
 
     Args:
-        mark: of a picture, or of a sound for a class that takes sound alone.
+        mark: of an image, or of a sound for a class that takes sound alone.
         token: its placeholder.
 
     Raises DataError if it does not support any.
@@ -49,8 +49,8 @@ def find_content_format(render: Render, formats: Iterable[dict[str, str]], mark:
     if possible:
         return next((candidate for candidate in possible if _says_system(render, candidate, mark)), possible[0])
     raise DataError(
-        f"the chat template renders a question with a {NAMES[mark]} neither from typed parts nor from text with "
-        f"{token}: " + "; ".join(dict.fromkeys(reasons))
+        f"the chat template renders a question with {with_article(NAMES[mark])} neither from typed parts nor "
+        f"from text with {token}: " + "; ".join(dict.fromkeys(reasons))
     )
 
 

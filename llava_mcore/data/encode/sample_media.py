@@ -1,4 +1,4 @@
-"""Finds the pictures, video frames and sounds of a sample: its parts, and names in a store."""
+"""Finds the images, video frames and sounds of a sample: its parts, and names in a store."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class SampleMedia:
 
 
 def media_of(sample: Mapping[str, Any], about: Mapping[str, Any], store: FileStore[bytes] | None) -> SampleMedia:
-    """Return the pictures, videos and sounds of a sample.
+    """Return the images, videos and sounds of a sample.
 
-    Frames are the parts, or names in the store, that "videos" of the json lists. The other picture parts are its
-    pictures, numbered in the order of their marks (`0.jpg`, `1.png`, …); without any, those that "images" names in the
+    Frames are the parts, or names in the store, that "videos" of the json lists. The other image parts are its
+    images, numbered in the order of their marks (`0.jpg`, `1.png`, …); without any, those that "images" names in the
     store. Sounds are the parts, or names in the store, that "audios" lists; without it, all sound parts by number.
 
     Args:
         about: the sample's json.
-        store: the dataset's store of pictures (`aux: {images: …}` in a blend).
+        store: the dataset's store of images (`aux: {images: …}` in a blend).
 
     Raises:
         DataError: something is missing or has a wrong type.
@@ -86,7 +86,7 @@ def _audios(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | No
 
 
 def is_image_part(name: str) -> bool:
-    """Return whether a part of a sample is a picture or frame, by its suffix."""
+    """Return whether a part of a sample is an image or frame, by its suffix."""
     return _has_suffix(name, IMAGE_PARTS)
 
 
@@ -149,20 +149,20 @@ def _frames(
     named = [name for name in video.frames if name not in parts]
     if named and store is None:
         raise DataError(
-            f"video {index}: there is no part {named[0]!r}, found {sorted(parts) or 'no pictures'}, and the dataset "
-            "has no store of pictures (aux: {images: …})"
+            f"video {index}: there is no part {named[0]!r}, found {sorted(parts) or 'no images'}, and the dataset "
+            "has no store of images (aux: {images: …})"
         )
     stored = dict(zip(named, stored_images(named, store, dict(sample), key=VIDEOS_KEY), strict=True)) if named else {}
     return [parts[name] if name in parts else stored[name] for name in video.frames]
 
 
-def _numbered(names: list[str], media_name: str = "pictures") -> list[str]:
+def _numbered(names: list[str], media_name: str = "images") -> list[str]:
     """Return the names of parts in the order of their numbers."""
     if len(names) < 2:
         return names
     stems = [name.partition(".")[0] for name in names]
     if not all(stem.isdecimal() for stem in stems) or len(set(stems)) != len(stems):
-        example = "0.jpg, 1.png" if media_name == "pictures" else "0.wav, 1.mp3"
+        example = "0.jpg, 1.png" if media_name == "images" else "0.wav, 1.mp3"
         raise DataError(f"several {media_name} must be numbered ({example}, …), found the parts {names}")
     return sorted(names, key=lambda name: int(name.partition(".")[0]))
 
@@ -170,7 +170,7 @@ def _numbered(names: list[str], media_name: str = "pictures") -> list[str]:
 def stored_images(
     names: Any, store: FileStore[bytes] | None, sample: dict[str, Any], *, key: str = "images"
 ) -> list[bytes]:
-    """Return the bytes of the pictures that a sample names, in that order.
+    """Return the bytes of the images that a sample names, in that order.
 
     Args:
         names: the value of `key` in the sample's json.
@@ -178,13 +178,13 @@ def stored_images(
         sample: the pictures' locations are added to its sources, for messages.
 
     Raises:
-        DataError: there is no store, the names are not a list, a name is outside of the store, or a picture is missing.
+        DataError: there is no store, the names are not a list, a name is outside of the store, or an image is missing.
         RuntimeError: the store does not answer, or refuses the request.
     """
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f'"{key}" must be a list of names, found {names!r:.80}')
     if store is None:
-        raise DataError(f'"{key}" names {names[0]!r}, but the dataset has no store of pictures (aux: {{images: …}})')
+        raise DataError(f'"{key}" names {names[0]!r}, but the dataset has no store of images (aux: {{images: …}})')
     return [_image(name, store, sample) for name in names]
 
 
@@ -196,22 +196,22 @@ def _check_file(name: str, store: FileStore[bytes]) -> None:
     try:
         open_regular_file(folder.local_path() / name, LIMITS.sample_bytes).close()
     except RefusedFileError as error:
-        raise DataError(f"the picture {name!r}: {error}") from error
+        raise DataError(f"the image {name!r}: {error}") from error
     except (OSError, ValueError):
         pass  # missing: it is in a tar of the store, or reading it reports the error
 
 
 def _image(name: str, store: FileStore[bytes], sample: dict[str, Any]) -> bytes:
     if PurePosixPath(name).is_absolute() or "://" in name or ".." in PurePosixPath(name).parts:
-        raise DataError(f"the picture {name!r} is outside of its store; names must be relative to it")
+        raise DataError(f"the image {name!r} is outside of its store; names must be relative to it")
     _check_file(name, store)
     try:
         return store.get(name, sample)
     except (FileNotFoundError, KeyError) as error:
-        raise DataError(f"the picture {name!r} is not in {store.get_path()}") from error
+        raise DataError(f"the image {name!r} is not in {store.get_path()}") from error
     except STORAGE_ERRORS as error:
         # Local files fail one by one. An object store that refuses or does not answer would fail for all of them,
         # so its OSErrors become errors that do not count as a broken sample.
         if not isinstance(error, PermissionError) and isinstance(error, OSError) and error.__cause__ is None:
-            raise DataError(f"the picture {name!r} in {store.get_path()} cannot be read: {error}") from error
+            raise DataError(f"the image {name!r} in {store.get_path()} cannot be read: {error}") from error
         raise RuntimeError(f"{store.get_path()} cannot be read: {error.__cause__ or error}") from None

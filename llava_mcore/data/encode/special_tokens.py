@@ -33,8 +33,8 @@ def choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: Mapping[str, int | No
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None, errors: list[str]) -> str:
-    """Check the special tokens and that every id has a row in the embedding. Returns the placeholder of a picture, or
-    of a sound for a class without pictures."""
+    """Check the special tokens and that every id has a row in the embedding. Returns the placeholder of an image, or
+    of a sound for a class without images."""
     key, token = _placeholder(tokenizer, config)
     vocab = tokenizer.get_vocab()
     token_id = vocab.get(token)
@@ -90,7 +90,7 @@ class TypedTokens:
 
         Args:
             named: tokens that count as special even if the tokenizer does not say so, such as EOS and the placeholder.
-            marks: marks of pictures and videos in the text of a turn, which do not count as typed.
+            marks: marks of images and videos in the text of a turn, which do not count as typed.
         """
         self._tokenizer = tokenizer
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}

@@ -1,6 +1,6 @@
 """The tokens of a conversation: of its text, as `prepare` stores them, and with those of its media.
 
-A text has one placeholder per picture, video and sound. It is expanded to the tokens of the model's plan, for which
+A text has one placeholder per image, video and sound. It is expanded to the tokens of the model's plan, for which
 only headers of media are read.
 """
 
@@ -30,7 +30,7 @@ from llava_mcore.media.media import MediaPlan, MediaTokens, Size, VideoShape
 
 @dataclass(frozen=True, slots=True)
 class TextTokens:
-    """A tokenized conversation of m tokens in which every picture and video is one placeholder."""
+    """A tokenized conversation of m tokens in which every image and video is one placeholder."""
 
     ids: NDArray[np.int64]
     """[m]"""
@@ -44,14 +44,14 @@ class TextTokens:
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """A tokenized conversation of n tokens with k pictures and videos, each as its own tokens."""
+    """A tokenized conversation of n tokens with k images and videos, each as its own tokens."""
 
     input_ids: NDArray[np.int64]
     """[n]"""
     trained: NDArray[np.bool_]
     """[n]"""
     starts: NDArray[np.int64]
-    """[k]; start of each picture or video."""
+    """[k]; start of each image or video."""
     typed: tuple[str, ...] = ()
     """Special tokens in the text of its turns; empty if its tokens were stored."""
 
@@ -92,14 +92,14 @@ def _is_trimmed(encoding: Encoding, token: int, *, after_char: int) -> bool:
 
 
 NO_SIZE: Size = (0, 0)
-"""Size of a picture if the tokens do not depend on it."""
+"""Size of an image if the tokens do not depend on it."""
 
 
 def media_tokens(images: Sequence[bytes], plan: MediaPlan, most_pixels: int) -> list[MediaTokens]:
-    """Return the tokens of the pictures of one conversation; only headers are read, and only if sizes matter.
+    """Return the tokens of the images of one conversation; only headers are read, and only if sizes matter.
 
     Raises:
-        DataError: a picture whose size cannot be read, or that has more than most_pixels.
+        DataError: an image whose size cannot be read, or that has more than most_pixels.
     """
     return plan.tokens([image_size(data, most_pixels) if plan.any_size else NO_SIZE for data in images])
 
@@ -149,9 +149,9 @@ def audio_tokens(audios: Sequence[Audio], plan: MediaPlan) -> list[MediaTokens]:
 def in_order[T](
     ids: NDArray[np.int64], images: Sequence[T], videos: Sequence[T], audios: Sequence[T], plan: MediaPlan
 ) -> list[T]:
-    """Return the items of pictures, videos and sounds in the order of their placeholders in a text.
+    """Return the items of images, videos and sounds in the order of their placeholders in a text.
 
-    A template may put all pictures of a turn before its videos; no kind changes its order.
+    A template may put all images of a turn before its videos; no kind changes its order.
     """
     queues = {
         plan.image_token_id: iter(images),
@@ -162,7 +162,7 @@ def in_order[T](
 
 
 def expand(tokens: TextTokens, placeholders: Sequence[int], media: Sequence[MediaTokens]) -> ChatTokens:
-    """Expand every placeholder to its picture's, video's or sound's tokens, which are never trained.
+    """Expand every placeholder to its image's, video's or sound's tokens, which are never trained.
 
     Raises ValueError if there are not as many placeholders as media.
     """
@@ -196,7 +196,7 @@ ORIGIN_FILE = "tokens.json"
 """File in .nv-meta: the fingerprint of the tokens in the latest shards, and the pixel ranges that they were counted
 with."""
 RANGES = {
-    "pixels": ("pictures", "--min-pixels", "--max-pixels"),
+    "pixels": ("images", "--min-pixels", "--max-pixels"),
     "video_pixels": ("frames", "--video-min-pixels", "--video-max-pixels"),
 }
 """Keys in that file, and in `Assets`."""

@@ -1,10 +1,10 @@
-"""Compares the budgets of a pack, tokens and patches, with the smallest and the largest picture or sound."""
+"""Compares the budgets of a pack, tokens and patches, with the smallest and the largest image or sound."""
 
 from __future__ import annotations
 
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
-from llava_mcore.errors import ConfigError, problems
+from llava_mcore.errors import ConfigError, problems, with_article
 from llava_mcore.media.media import MediaBudget
 from llava_mcore.models.vision.patch_plan import PatchPlan
 
@@ -17,13 +17,14 @@ HAPPENS = {
 
 
 def check_budgets(data: DataConfig, assets: Assets) -> None:
-    """Raise ConfigError if no picture (of a model of sound: no sound) fits into a sample."""
+    """Raise ConfigError if no image (of a model of sound: no sound) fits into a sample."""
     smallest, _ = media_budgets(assets)
     errors, plan = [], assets.plan
     if data.seq_length <= smallest.tokens:
         lower = "" if assets.pixels.smallest is None else f", or lower --min-pixels ({assets.pixels.smallest})"
         errors.append(
-            f"data.seq_length is {data.seq_length}, but a {_name(assets)} alone has at least {smallest.tokens} tokens: "
+            f"data.seq_length is {data.seq_length}, but {with_article(_name(assets))} alone has at least "
+            f"{smallest.tokens} tokens: "
             f"set --seq-length to more than that and the text{lower}"
         )
     if data.max_media_tokens is not None and data.max_media_tokens < smallest.patches:
@@ -36,7 +37,7 @@ def check_budgets(data: DataConfig, assets: Assets) -> None:
 
 
 def warnings_of_large_media(data: DataConfig, assets: Assets) -> list[str]:
-    """Return a warning if pictures or sounds that the class takes do not fit into a sample."""
+    """Return a warning if images or sounds that the class takes do not fit into a sample."""
     _, largest = media_budgets(assets)
     if largest is None:
         return []
@@ -55,11 +56,11 @@ def warnings_of_large_media(data: DataConfig, assets: Assets) -> list[str]:
 
 
 def media_budgets(assets: Assets) -> tuple[MediaBudget, MediaBudget | None]:
-    """Return what the smallest and the largest picture or sound takes. Videos are not considered."""
+    """Return what the smallest and the largest image or sound takes. Videos are not considered."""
     plan, pixels = assets.plan, assets.pixels
     if not isinstance(plan, PatchPlan) or pixels.smallest is None or pixels.largest is None:
         return plan.smallest, plan.largest
-    # Sides are rounded to whole tokens so that the area stays within the range, unless a picture is very long.
+    # Sides are rounded to whole tokens so that the area stays within the range, unless an image is very long.
     area = _pixels_of_token(plan)
     fewest, most_tokens = max(1, -(-pixels.smallest // area)), max(1, pixels.largest // area)
     return MediaBudget(fewest, fewest * plan.merged), MediaBudget(most_tokens, most_tokens * plan.merged)
@@ -81,4 +82,4 @@ def _pixels_of_token(plan: PatchPlan) -> int:
 
 
 def _name(assets: Assets) -> str:
-    return "picture" if assets.plan.image_token_id is not None else "sound"
+    return "image" if assets.plan.image_token_id is not None else "sound"

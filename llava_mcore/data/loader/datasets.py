@@ -240,7 +240,7 @@ def _open(loaded: LoadedDataset, max_sample_bytes: int) -> Dataset:
 
 
 def _token_reader(source: MapDataset[Any, Any], factory: Any, loaded: LoadedDataset) -> ShardReader | None:
-    """Return the reader of tokens beside shards: not where questions or pictures come from elsewhere."""
+    """Return the reader of tokens beside shards: not where questions or images come from elsewhere."""
     if factory.__sample_type__ is not CrudeSample or loaded.aux or POOL_KEY in (factory.subflavors or {}):
         return None
     readers = source.dataset.join_readers if isinstance(source.dataset, WebdatasetSampleLoaderDataset) else []

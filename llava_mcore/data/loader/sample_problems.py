@@ -19,7 +19,7 @@ from llava_mcore.media.media import DEFAULT_FPS
 
 MEMORY_ADVICE = (
     "if memory ran out, lower data.num_workers, data.max_waiting_bytes or data.packing_buffer_size, or let large "
-    "pictures be skipped (data.max_picture_pixels)"
+    "images be skipped (data.max_picture_pixels)"
 )
 DATA_ERRORS = (OSError, ValueError, KeyError, RecursionError, tarfile.TarError)
 """Errors that energon and its libraries raise for bad data. Anything else is a bug."""

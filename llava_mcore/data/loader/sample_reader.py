@@ -144,7 +144,7 @@ class SampleReader:
         self.skips(error, sample, sources)
 
     def _marked(self, choice: ChosenSample, sample: TokenSample) -> TokenSample:
-        """Return the sample with its dataset, if there are several, and with the draws of its pictures and videos
+        """Return the sample with its dataset, if there are several, and with the draws of its images and videos
         fixed; they are decoded much later."""
         augmentation = self.encoder.augmentation
         if self.encoder.of_blend:

@@ -52,7 +52,7 @@ class ChatTaskEncoder:
         Args:
             seed: chooses a sample's prompt if its dataset has a pool of them, and the draws of the augmentation.
             pad_multiple: see `collate`.
-            augmentation: changes decoded pictures and frames.
+            augmentation: changes decoded images and frames.
             of_blend: see `collate`.
         """
         self.augmentation, self.of_blend = augmentation, of_blend

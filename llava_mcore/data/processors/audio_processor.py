@@ -94,6 +94,6 @@ class AudioPreprocessor:
         return torch.cat(rows) if rows else torch.empty(0, self.plan.num_mel_bins)
 
     def _rows(self, item: MediaSpan) -> Tensor:
-        assert isinstance(item.data, Audio), "check_media refuses samples with pictures or videos"
+        assert isinstance(item.data, Audio), "check_media refuses samples with images or videos"
         wave = decode_audio(item.data.data, self.plan.sampling_rate)
         return self.plan.audio_rows(self.extractor, wave, item.tokens)

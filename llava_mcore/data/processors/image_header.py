@@ -1,4 +1,4 @@
-"""The header of an encoded picture: its format, its size when it is upright, and whether it can be used."""
+"""The header of an encoded image: its format, its size when it is upright, and whether it can be used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import Size
 
-# Pillow would warn about pictures that max_picture_pixels allows.
+# Pillow would warn about images that max_picture_pixels allows.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
@@ -59,12 +59,12 @@ would treat some of them as a bug, others as an error of the whole pack."""
 
 
 class ImageFormatError(DataError):
-    """A picture of a format that is not supported."""
+    """An image of a format that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """The properties of a picture that are known without decoding it."""
+    """The properties of an image that are known without decoding it."""
 
     format: str
     """Pillow's name."""
@@ -75,13 +75,13 @@ class ImageHeader:
 
 
 def read_header(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> ImageHeader:
-    """Return the header of a picture; only that is read, except of a PNG with an orientation after its pixels.
+    """Return the header of an image; only that is read, except of a PNG with an orientation after its pixels.
 
-    A larger picture than `most_pixels` is never decoded; its height and width may then be swapped.
+    A larger image than `most_pixels` is never decoded; its height and width may then be swapped.
 
     Raises:
         ImageFormatError: the format is not supported.
-        DataError: the bytes are not a picture.
+        DataError: the bytes are not an image.
     """
     with reporting_damage(data):
         image = open_image(data)
@@ -93,7 +93,7 @@ def read_header(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> ImageH
 
 
 def size_problem(size: Size, most_pixels: int, limit: str = "data.max_picture_pixels") -> str | None:
-    """Return why a picture has too many pixels. `limit`: the setting to name."""
+    """Return why an image has too many pixels. `limit`: the setting to name."""
     height, width = size
     if height * width <= most_pixels:
         return None
@@ -101,7 +101,7 @@ def size_problem(size: Size, most_pixels: int, limit: str = "data.max_picture_pi
 
 
 def ratio_problem(size: Size) -> str | None:
-    """Return why a picture is too narrow to be resized."""
+    """Return why an image is too narrow to be resized."""
     height, width = size
     if max(size) <= MOST_RATIO * min(size):
         return None
@@ -121,16 +121,16 @@ def depth_problem(mode: str) -> str | None:
 
 
 def check_header(header: ImageHeader, most_pixels: int) -> None:
-    """Raise ValueError for a picture that cannot be used."""
+    """Raise ValueError for an image that cannot be used."""
     problem = size_problem(header.size, most_pixels) or ratio_problem(header.size) or depth_problem(header.mode)
     if problem is not None:
         raise ValueError(problem)
 
 
 def image_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Size:
-    """Return height and width of a picture as `decode_image` returns it, from its header.
+    """Return height and width of an image as `decode_image` returns it, from its header.
 
-    Raises DataError if the bytes are not a picture, or one that cannot be used.
+    Raises DataError if the bytes are not an image, or one that cannot be used.
     """
     header = read_header(data, most_pixels)
     with reporting_damage(data):
@@ -140,8 +140,8 @@ def image_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Size:
 
 @contextlib.contextmanager
 def reporting_damage(data: bytes) -> Iterator[None]:
-    """Report errors of decoding a picture as DataError."""
-    start = f"the picture cannot be decoded ({len(data)} bytes)"
+    """Report errors of decoding an image as DataError."""
+    start = f"the image cannot be decoded ({len(data)} bytes)"
     try:
         yield
     except UnidentifiedImageError as error:
@@ -156,18 +156,18 @@ def reporting_damage(data: bytes) -> Iterator[None]:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Open a picture in a supported format; Pillow passes others to programs (EPS) or plugins."""
+    """Open an image in a supported format; Pillow passes others to programs (EPS) or plugins."""
     return Image.open(BytesIO(data), formats=FORMATS)
 
 
 def orientation_of(image: Image.Image) -> int:
-    """Return the orientation by which an opened picture is turned, from EXIF or XMP before its pixels; 1: upright."""
+    """Return the orientation by which an opened image is turned, from EXIF or XMP before its pixels; 1: upright."""
     # A PNG's own method would decode it.
     return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
 
 
 def _turns_sideways(image: Image.Image) -> bool:
-    """Return whether decoding swaps the width and height that an opened picture has."""
+    """Return whether decoding swaps the width and height that an opened image has."""
     is_sideways = orientation_of(image) in SIDEWAYS
     if image.format != "TIFF":
         return is_sideways

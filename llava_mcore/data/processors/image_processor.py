@@ -1,4 +1,4 @@
-"""Preprocesses pictures and videos with the checkpoint's own processors; `audio_processor` does so with sounds."""
+"""Preprocesses images and videos with the checkpoint's own processors; `audio_processor` does so with sounds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def settings_of(
 
 
 class ImagePreprocessor:
-    """The checkpoint's image and video processors: pictures and frames as bytes -> tiles of one fixed square size.
+    """The checkpoint's image and video processors: images and frames as bytes -> tiles of one fixed square size.
 
     Rescaling and normalizing are done on the device (`batch_fields.normalize`) if the result is bitwise the same: they
     take two thirds of the processor's time, and give four times as much data to pass between processes.
@@ -77,7 +77,7 @@ class ImagePreprocessor:
         most_pixels: int = LIMITS.picture_pixels,
         videos: BaseVideoProcessor | None = None,
     ) -> None:
-        """Check the processors on a wide picture; DataError if the result does not fit the vision tower.
+        """Check the processors on a wide image; DataError if the result does not fit the vision tower.
 
         Args:
             pixel_shape: of a tile [3, height, width], or of a patch.
@@ -91,13 +91,13 @@ class ImagePreprocessor:
         self.pixel_shape = pixel_shape
         self.plan = plan
         self.pixel_scale = NO_SCALE
-        # Process a picture that is resized and cropped: does the result fit the tower?
+        # Process an image that is resized and cropped: does the result fit the tower?
         probe = noise(pixel_shape[-1] + 17, pixel_shape[-1] // 2 + 5)
         expected = self._process([probe])
         shape = tuple(expected.shape[1:])
         if shape != pixel_shape:
             raise DataError(
-                f"the image processor makes pictures of {' x '.join(map(str, shape))}, but the vision tower takes "
+                f"the image processor makes images of {' x '.join(map(str, shape))}, but the vision tower takes "
                 f"{' x '.join(map(str, pixel_shape))}; correct size and crop_size in the processor's configuration"
             )
         # Leave rescaling and normalizing to the device if that gives the same bits, for frames too.
@@ -131,7 +131,7 @@ class ImagePreprocessor:
         return {"do_rescale": False, "do_normalize": False} if len(self.pixel_scale) else {}
 
     def _process(self, images: Sequence[Picture], tokens: Sequence[MediaTokens] = ()) -> Tensor:
-        """`tokens`: those of the pictures in their conversation; without them, each counts as the only picture."""
+        """`tokens`: those of the images in their conversation; without them, each counts as the only image."""
         tokens = tokens or [self.plan.tokens([_size(image)])[0] for image in images]
         pixels = self.plan.pixels(self.processor, images, tokens, **self._options)
         num_rows = sum(item.num_rows for item in tokens)
@@ -179,7 +179,7 @@ class ImagePreprocessor:
         return pixels.dtype == torch.uint8 and torch.equal(normalize(pixels, self.pixel_scale), expected)
 
     def _is_same_of_tensors(self, probe: Image.Image) -> bool:
-        """Return whether the processor takes decoded pixels, and gives the same bits as for Pillow's pictures."""
+        """Return whether the processor takes decoded pixels, and gives the same bits as for Pillow's images."""
         wide, high = probe, probe.transpose(Image.Transpose.ROTATE_90)
         try:
             return all(torch.equal(self._process([F.pil_to_tensor(x)]), self._process([x])) for x in (wide, high))
@@ -187,7 +187,7 @@ class ImagePreprocessor:
             return False
 
     def _resizes_and_crops_only(self) -> bool:
-        """Return whether the processor's two steps give the result of all steps, for pictures of all proportions."""
+        """Return whether the processor's two steps give the result of all steps, for images of all proportions."""
         side = self.pixel_shape[-1]
         sizes = [(side + 17, side // 2 + 5), (side // 2 + 5, 2 * side + 1), (side, side), (side // 3 + 1, side // 3)]
         probes = [noise(*size) for size in sizes]
@@ -204,7 +204,7 @@ class ImagePreprocessor:
         return pixels
 
     def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
-        """Return the tiles [tiles, 3, h, w] or patches [patches, f] of some pictures and videos in their order.
+        """Return the tiles [tiles, 3, h, w] or patches [patches, f] of some images and videos in their order.
 
         There may be none.
 
@@ -212,7 +212,7 @@ class ImagePreprocessor:
         channels_last, which is faster for decoding and resizing.
 
         Raises:
-            DataError: a picture cannot be decoded, or the processor returns a different number of tiles.
+            DataError: an image cannot be decoded, or the processor returns a different number of tiles.
         """
         images = [item for item in media if isinstance(item.data, bytes)]
         tiles = self._image_tiles(images)
@@ -232,7 +232,7 @@ class ImagePreprocessor:
         return self._process_video(frames, item.tokens)
 
     def _image_tiles(self, images: Sequence[MediaSpan]) -> Tensor:
-        """Return the tiles of pictures."""
+        """Return the tiles of images."""
         if images and not self._is_plain:
             return self._process([self._image(item) for item in images], [item.tokens for item in images])
         if len(images) == 1:  # a batch of such samples is copied together
@@ -245,7 +245,7 @@ class ImagePreprocessor:
         return pixels
 
     def _image(self, item: MediaSpan) -> Picture:
-        """Return a decoded picture as the processor takes it, augmented if it is to be."""
+        """Return a decoded image as the processor takes it, augmented if it is to be."""
         assert isinstance(item.data, bytes)
         if self._takes_tensors:
             return self._pixels(item)
@@ -254,14 +254,14 @@ class ImagePreprocessor:
         return decode_image(item.data, self.most_pixels, self.to_rgb)
 
     def _pixels(self, item: MediaSpan) -> Tensor:
-        """Return a decoded picture as uint8 [3, h, w], augmented if it is to be."""
+        """Return a decoded image as uint8 [3, h, w], augmented if it is to be."""
         assert isinstance(item.data, bytes)
         pixels = decode_pixels(item.data, self.most_pixels, self.to_rgb)
         return pixels if item.augment is None else item.augment(pixels)
 
 
 def _size(image: Picture) -> Size:
-    """Return height and width of a picture."""
+    """Return height and width of an image."""
     return (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
 
 
@@ -271,7 +271,7 @@ def _still(probe: Image.Image) -> Tensor:
 
 
 def to_rgb_of(processor: BaseImageProcessor) -> ToRgb:
-    """Return how pictures become RGB: by the processor if its class has a method of its own for that (Idefics2).
+    """Return how images become RGB: by the processor if its class has a method of its own for that (Idefics2).
 
     The method of the other classes drops transparency.
     """

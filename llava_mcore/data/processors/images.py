@@ -1,4 +1,4 @@
-"""Pictures: bytes -> pixels. `image_header` reads their size alone."""
+"""Images: bytes -> pixels. `image_header` reads their size alone."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
 """Headers in a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
 START, FRAMES, SCAN = b"\xff\xd8", (0xFFC0, 0xFFC2), 0xFFDA
 PLAIN_SEGMENTS = (0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD)
-"""JFIF, comment, and tables. EXIF and XMP may rotate the picture, and Adobe's segment may define other colors."""
+"""JFIF, comment, and tables. EXIF and XMP may rotate the image, and Adobe's segment may define other colors."""
 
 ToRgb = Callable[[Image.Image], Image.Image]
-"""Makes a decoded picture RGB, and decides what is seen where it is transparent."""
+"""Makes a decoded image RGB, and decides what is seen where it is transparent."""
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """Return a picture as RGB on a white background, as vLLM and qwen-vl-utils show transparent ones.
+    """Return an image as RGB on a white background, as vLLM and qwen-vl-utils show transparent ones.
 
     transformers' `load_image` would drop the transparency, which uncovers colors that nobody has seen.
     """
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    # convert() would copy a picture that is already RGB.
+    # convert() would copy an image that is already RGB.
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb: ToRgb = on_white) -> Image.Image:
-    """Decode one picture to RGB, rotated by its EXIF or XMP, as transformers loads a picture.
+    """Decode one image to RGB, rotated by its EXIF or XMP, as transformers loads an image.
 
-    Raises DataError if the bytes are not a complete picture, or one that cannot be used (see `check_header`).
+    Raises DataError if the bytes are not a complete image, or one that cannot be used (see `check_header`).
     """
     with reporting_damage(data):
         return to_rgb(_upright(_checked(data, most_pixels)))
@@ -69,7 +69,7 @@ def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb:
             image = _checked(data, most_pixels)
             is_usual = TORCHVISION_DECODES_ALIKE and _is_usual_jpeg(image)
         if is_usual:
-            # If it fails, Pillow may decode the picture, or raises the reason.
+            # If it fails, Pillow may decode the image, or raises the reason.
             with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
         return F.pil_to_tensor(to_rgb(_upright(image or open_image(data))))
@@ -88,7 +88,7 @@ def decode_frames(
 
 
 def _checked(data: bytes, most_pixels: int) -> Image.Image:
-    """Open a picture. ValueError for one that cannot be used."""
+    """Open an image. ValueError for one that cannot be used."""
     image = open_image(data)
     # No limit depends on which of the sides is the height.
     check_header(ImageHeader(str(image.format), image.mode, (image.height, image.width)), most_pixels)
@@ -101,7 +101,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool:
-    """Return whether a picture is a JPEG that does not need Pillow, from its segments: RGB, upright and of an allowed
+    """Return whether an image is a JPEG that does not need Pillow, from its segments: RGB, upright and of an allowed
     size."""
     offset, is_plain = len(START), False
     while data.startswith(START) and len(data) >= offset + SEGMENT.size + FRAME.size:
@@ -140,7 +140,7 @@ def _torchvision_decodes_alike() -> bool:
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """Return a picture with all byte values, to test a decoder or processor with."""
+    """Return an image with all byte values, to test a decoder or processor with."""
     return Image.effect_noise((width, height), 200).convert("RGB")
 
 

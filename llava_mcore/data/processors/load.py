@@ -37,7 +37,7 @@ VIDEO_FILE, PROCESSOR_FILE, SECTION = "video_preprocessor_config.json", "process
 """A video processor is in the first file, or in a section of the second."""
 IMAGE_FILE = "preprocessor_config.json"
 """Older folders, such as the released ones of Qwen2-VL and Qwen2.5-VL, have only this file: transformers then reads the
-settings for pictures for videos too."""
+settings for images for videos too."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Videos:
 
 @dataclass(frozen=True)
 class Processors:
-    """The processors of pictures (None: the class takes none, or there is a problem with it), videos and sounds."""
+    """The processors of images (None: the class takes none, or there is a problem with it), videos and sounds."""
 
     images: BaseImageProcessor | None = None
     videos: Videos = field(default_factory=Videos)
@@ -71,7 +71,7 @@ def load_processors(
     Args:
         folders: where to look, in this order.
         config, tokenizer: None if they could not be loaded; then as much as possible is checked.
-        pixels, video_pixels: the ranges of resized pictures and frames.
+        pixels, video_pixels: the ranges of resized images and frames.
         errors: gets a line for everything that is missing or does not match.
     """
     # The image processor alone can be checked without config or tokenizer.
@@ -134,7 +134,7 @@ def media_plan(
     processors: Processors,
     errors: list[str],
 ) -> MediaPlan | None:
-    """Return how media become tokens; a processor with different tokens for pictures is reported."""
+    """Return how media become tokens; a processor with different tokens for images is reported."""
     architecture, images, audios = architecture_of(config), processors.images, processors.audios.extractor
     file = next((f / "processor_config.json" for f in folders if (f / "processor_config.json").is_file()), None)
     settings = None if file is None else _read_json(file, errors)
@@ -191,7 +191,7 @@ def _load(
     folders: Sequence[Path], config: PretrainedConfig, token: str, load_errors: tuple[type[Exception], ...]
 ) -> Videos:
     """Load the video processor; arguments as for `choose_videos`, and the placeholder."""
-    # The settings for videos, else those for pictures, which transformers would read for them.
+    # The settings for videos, else those for images, which transformers would read for them.
     own_folder = next((folder for folder in folders if _has_video_processor(folder)), None)
     folder = own_folder or next((folder for folder in folders if (folder / IMAGE_FILE).is_file()), None)
     expected = video_processor_class(config)
@@ -204,7 +204,7 @@ def _load(
             f"{PROCESSOR_FILE}; {advice}"
         )
     # transformers chooses the class by the settings; it must be the one that belongs to the model.
-    known = config if own_folder is None else None  # settings for pictures may not tell the class
+    known = config if own_folder is None else None  # settings for images may not tell the class
     try:
         processor = AutoVideoProcessor.from_pretrained(
             folder, config=known, local_files_only=True, trust_remote_code=False
@@ -228,4 +228,4 @@ def _has_video_processor(folder: Path) -> bool:
     try:
         return SECTION in read_object(folder / PROCESSOR_FILE, DataError)
     except DataError:
-        return False  # reported where the file is read for pictures
+        return False  # reported where the file is read for images

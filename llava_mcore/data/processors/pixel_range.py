@@ -1,4 +1,4 @@
-"""The pixels of a resized picture or frame, where a class resizes to a range of areas (Qwen-VL)."""
+"""The pixels of a resized image or frame, where a class resizes to a range of areas (Qwen-VL)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ videos too."""
 
 @dataclass(frozen=True, slots=True)
 class Ranged:
-    """Pictures or frames, resized to a range: their flags, their processor, and where a folder has its settings."""
+    """Images or frames, resized to a range: their flags, their processor, and where a folder has its settings."""
 
     name: str
     flags: tuple[str, str]
@@ -39,7 +39,7 @@ class Ranged:
         return " and ".join(f"{flag} {value}" for flag, value in values if value is not None)
 
 
-IMAGES = Ranged("pictures", ("--min-pixels", "--max-pixels"), "image processor", "image_processor", IMAGE_SETTINGS)
+IMAGES = Ranged("images", ("--min-pixels", "--max-pixels"), "image processor", "image_processor", IMAGE_SETTINGS)
 FRAMES = Ranged("frames", ("--video-min-pixels", "--video-max-pixels"), "video processor", VIDEO_SECTION, OF_VIDEOS)
 
 
@@ -103,7 +103,7 @@ def write_pixel_range(folder: Path, pixels: PixelRange, of: Ranged = IMAGES) -> 
     if (folder / IMAGE_SETTINGS).is_file() and not (folder / OF_VIDEOS).is_file() and VIDEO_SECTION not in nested:
         shutil.copy(
             folder / IMAGE_SETTINGS, folder / OF_VIDEOS
-        )  # pictures and videos had the same limits, and no longer do
+        )  # images and videos had the same limits, and no longer do
     for name in (NESTED, of.file):
         path = folder / name
         content = read_object(path, CheckpointError) if path.is_file() else {}

@@ -1,7 +1,7 @@
 """Reads samples from shards with one read each.
 
 Energon reads a sample by several calls through its storage client and Python's tarfile, which takes about as long as
-resizing a picture, and silently skips links. Here the bytes of a sample are read at once and plain headers are
+resizing an image, and silently skips links. Here the bytes of a sample are read at once and plain headers are
 parsed directly. Anything unusual is left to energon's own reader, so that the errors are the same.
 """
 

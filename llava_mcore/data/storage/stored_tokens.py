@@ -29,7 +29,7 @@ from llava_mcore.files.regular import RefusedFileError, open_regular_file
 MAGIC = b"llava-mcore tokens 1\n"
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<5I")
-"""An entry's head: checksum of what follows, checksum of the json part, characters, pictures, ids."""
+"""An entry's head: checksum of what follows, checksum of the json part, characters, images, ids."""
 MAX_HEADER = 1 << 16
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def tokens_file(shard: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """The tokens of one conversation, with one placeholder per picture."""
+    """The tokens of one conversation, with one placeholder per image."""
 
     of_json: int
     """CRC-32 of the json part that they were computed with: another one may have another text."""

@@ -16,7 +16,7 @@ from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.prepare.sampling import Sampling
 
 HELP = """\
-/image FILE   show a picture with the next question; may be repeated
+/image FILE   show an image with the next question; may be repeated
 /video FILE   show a video with it
 /audio FILE   play a sound with it
 /clear        begin a new conversation
@@ -27,7 +27,7 @@ NEED_A_FILE = ("/image", "/video", "/audio")
 
 
 class Chat:
-    """The turns so far, with their pictures, videos and sounds, and those of the next question."""
+    """The turns so far, with their images, videos and sounds, and those of the next question."""
 
     def __init__(self, model: HfModel, settings: Settings, sampling: Sampling, say: Callable[[str], None]) -> None:
         """say: prints text as it is, without a line break."""
@@ -55,7 +55,7 @@ class Chat:
         self.new_audios: list[Audio] = []
 
     def show_picture(self, name: str) -> None:
-        """Add a picture to the next question. DataError if it cannot be read or the model takes none."""
+        """Add an image to the next question. DataError if it cannot be read or the model takes none."""
         self._require(IMAGE_MARK)
         self.new_images.append(read_image(Path(name).expanduser(), self.model.assets.limits))
 

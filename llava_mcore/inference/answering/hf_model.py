@@ -87,7 +87,7 @@ class HfModel:
         Ids are those of training: transformers' processor reads special tokens in a question as tokens.
 
         Raises:
-            DataError: a picture cannot be read, a limit is exceeded, or the template cannot render the turns.
+            DataError: an image cannot be read, a limit is exceeded, or the template cannot render the turns.
         """
         assets = self.assets
         check_length(conversation.turns, assets.limits)

@@ -37,7 +37,7 @@ class StoredModel:
 class ReadOptions:
     """How conversations are read.
 
-    `chat_template`: instead of the folder's. `pixels`: range of the areas of resized pictures, as of `load_assets`.
+    `chat_template`: instead of the folder's. `pixels`: range of the areas of resized images, as of `load_assets`.
     """
 
     chat_template: str | None = None

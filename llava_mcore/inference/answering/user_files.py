@@ -1,4 +1,4 @@
-"""Pictures, videos and sounds of a user's files as a conversation."""
+"""Images, videos and sounds of a user's files as a conversation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llava_mcore.prepare.sampling import Sampling
 
 
 def read_image(path: Path, limits: Limits) -> bytes:
-    """Return the bytes of a picture that can be decoded. DataError names the file."""
+    """Return the bytes of an image that can be decoded. DataError names the file."""
     try:
         data = read_regular_file(path, limits.sample_bytes)
         decode_image(data, limits.picture_pixels)
@@ -60,7 +60,7 @@ def read_audio(path: Path, limits: Limits) -> Audio:
 
 
 def asked_turn(question: str, num_images: int, num_videos: int, num_audios: int = 0) -> Turn:
-    """Return a question after the marks of its pictures, videos and sounds, unless it has marks itself, as `prepare`
+    """Return a question after the marks of its images, videos and sounds, unless it has marks itself, as `prepare`
     does.
 
     Raises:
@@ -87,7 +87,7 @@ class MediaFiles:
 
 
 def conversation_of_files(question: str, files: MediaFiles, limits: Limits, sampling: Sampling) -> Conversation:
-    """Return a question about pictures, videos and sounds of files.
+    """Return a question about images, videos and sounds of files.
 
     Raises:
         DataError: lists everything that cannot be used.

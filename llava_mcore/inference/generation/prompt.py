@@ -23,13 +23,13 @@ class Prompt:
 
 
 def encode_prompt(conversation: Conversation, assets: Assets, key: str, *, multiple: int = 1) -> Prompt:
-    """Return the prompt of a conversation that ends with a question, its pictures decoded as for training.
+    """Return the prompt of a conversation that ends with a question, its images decoded as for training.
 
     Args:
         multiple: its length is padded to a multiple of this.
 
     Raises:
-        DataError: a picture cannot be read, a limit is exceeded, or the template cannot render the turns.
+        DataError: an image cannot be read, a limit is exceeded, or the template cannot render the turns.
     """
     check_length(conversation.turns, assets.limits)
     check_media(conversation, assets)

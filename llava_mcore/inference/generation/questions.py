@@ -32,7 +32,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The question itself, with the marks of its pictures."""
+        """The question itself, with the marks of its images."""
         return self.conversation.turns[-1].text
 
 
@@ -129,7 +129,7 @@ class Questions:
 
 
 def before_answer(conversation: Conversation, index: int) -> Conversation:
-    """Return the turns of a conversation before turn `index`, with their pictures and videos."""
+    """Return the turns of a conversation before turn `index`, with their images and videos."""
     turns: tuple[Turn, ...] = conversation.turns[:index]
     num_images, num_videos, num_audios = (count_marks(turns, mark) for mark in (IMAGE_MARK, VIDEO_MARK, AUDIO_MARK))
     images, videos = conversation.images[:num_images], conversation.videos[:num_videos]

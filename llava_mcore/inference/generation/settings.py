@@ -112,7 +112,7 @@ class Settings:
             return self.max_new_tokens
         if prompt_length >= limit:
             raise DataError(
-                f"the question has {prompt_length} tokens with its pictures and earlier turns, and the model has "
+                f"the question has {prompt_length} tokens with its images and earlier turns, and the model has "
                 f"{limit} positions for question and answer (max_position_embeddings, or the sliding window of a model "
                 "for which it is not supported yet): shorten the question"
             )

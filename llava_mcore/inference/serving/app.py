@@ -62,7 +62,7 @@ def build_app(handler: PinnedHandler, model: ServedModel, *, max_request_bytes: 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = _parsed(await _read(request, max_request_bytes))
-        body = await run_in_threadpool(check_chat, body, model)  # it decodes pictures
+        body = await run_in_threadpool(check_chat, body, model)  # it decodes images
         return await handler.answer(body, uuid.uuid4().hex)
 
     @app.get("/v1/models")
@@ -96,7 +96,7 @@ async def _read(request: Request, most_bytes: int) -> bytes:
             body += chunk
     if size > most_bytes:
         raise RequestError(
-            f"the request is larger than {most_bytes} bytes (--max-request-bytes); send smaller pictures", 413
+            f"the request is larger than {most_bytes} bytes (--max-request-bytes); send smaller images", 413
         )
     return bytes(body)
 

@@ -12,7 +12,7 @@ MOST_PROBLEMS = 10
 
 
 def check_examples(folder: Path) -> None:
-    """Check a folder with pictures and a questions.jsonl.
+    """Check a folder with images and a questions.jsonl.
 
     Raises:
         DataError: with every line that is wrong, up to ten.
@@ -39,4 +39,4 @@ def _problem(folder: Path, example: dict[str, object]) -> str | None:
     file = folder / picture
     if not file.resolve().is_relative_to(folder.resolve()):
         return f"{picture} is not in the folder"
-    return None if file.is_file() else f"the picture {picture} does not exist"
+    return None if file.is_file() else f"the image {picture} does not exist"

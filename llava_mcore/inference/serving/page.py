@@ -26,7 +26,7 @@ QUESTIONS = "questions.jsonl"
 MOST_EXAMPLES = 8
 SECONDS_TO_CONNECT, SECONDS_TO_ANSWER = 5, 600
 MOST_BYTES = 20 << 20
-"""Largest picture: as base64 it has a third more, and a request may have 32 MiB (`serve --max-request-bytes`)."""
+"""Largest image: as base64 it has a third more, and a request may have 32 MiB (`serve --max-request-bytes`)."""
 NOTICE = "⚠️ The server"
 """Begins what the page says when an answer failed."""
 INTERRUPTED = 130
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def build_page(server: str, examples: list[dict[str, Any]]) -> gr.Blocks:
-    """Return the page. `examples`: example questions with their pictures, as Gradio takes them."""
+    """Return the page. `examples`: example questions with their images, as Gradio takes them."""
     import gradio as gr
 
     def answer(message: dict[str, Any], history: list[dict[str, Any]]) -> Iterator[str]:
@@ -77,7 +77,7 @@ def build_page(server: str, examples: list[dict[str, Any]]) -> gr.Blocks:
         multimodal=True,
         chatbot=gr.Chatbot(label="Conversation", height="65vh", buttons=["copy"]),
         title="llava_mcore",
-        description="Upload a picture and ask about it.",
+        description="Upload an image and ask about it.",
         textbox=gr.MultimodalTextbox(file_types=["image"], file_count="multiple", placeholder="Your question"),
         examples=examples or None,
         run_examples_on_click=False,

@@ -1,6 +1,6 @@
 """Checks of a chat request before transformers sees it.
 
-transformers' server opens any path and address that a request names as a picture; here a picture is in the request.
+transformers' server opens any path and address that a request names as an image; here an image is in the request.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ServedModel:
 
     `name`: of the model. `most_tokens`: of a prompt and its answer together, the model's number of positions.
     `special_in`: returns the special tokens in a text; transformers would read them as control tokens and placeholders
-    of pictures. `to_rgb`: makes pictures RGB as in training.
+    of images. `to_rgb`: makes images RGB as in training.
     """
 
     name: str
@@ -100,9 +100,9 @@ def _as_taken(options: dict[str, Any], model: ServedModel) -> dict[str, Any]:
 
 
 def _as_decoded(content: str | list[dict[str, Any]], model: ServedModel) -> str | list[dict[str, Any]]:
-    """Return a message with its pictures as the model was trained on them.
+    """Return a message with its images as the model was trained on them.
 
-    transformers' server decodes them by torchvision, which does not rotate pictures by their EXIF, drops transparency
+    transformers' server decodes them by torchvision, which does not rotate images by their EXIF, drops transparency
     and reads fewer formats. PNG loses nothing.
     """
     if isinstance(content, str):
@@ -121,7 +121,7 @@ def _as_png(part: dict[str, Any], model: ServedModel) -> dict[str, Any]:
 
 
 def _bytes_of(value: str | dict[str, Any]) -> bytes:
-    """Return the bytes of a picture whose address has been checked."""
+    """Return the bytes of an image whose address has been checked."""
     url: str = value["url"] if isinstance(value, dict) else value
     return base64.b64decode(url.partition(",")[2], validate=True)
 
@@ -185,7 +185,7 @@ def _messages(messages: Any, model: ServedModel) -> list[str]:
             continue
         errors += [f"message {index}: {problem}" for part in parts for problem in _part(part, model)]
         if message.get("role") != "user" and any(part.get("type") == "image_url" for part in parts):
-            errors.append(f"message {index}: only the user's messages can have pictures")
+            errors.append(f"message {index}: only the user's messages can have images")
         if index == len(messages) - 1 and not errors:
             errors += _question(message["role"], parts)
     return errors
@@ -232,11 +232,11 @@ def _picture(value: Any) -> list[str]:
         return [f'"image_url" must be {{"url": …}}, found {_kind(value)}']
     head, comma, _ = url.partition(",")
     if not head.startswith(PICTURE_URL) or not head.endswith(";base64") or not comma:
-        return [f"a picture must be in the request: {HOW_TO_SEND}, found {url[:60]!r}"]
+        return [f"an image must be in the request: {HOW_TO_SEND}, found {url[:60]!r}"]
     try:
         decode_image(_bytes_of(url))
     except binascii.Error as error:
-        return [f"a picture is not valid base64: {error}"]
+        return [f"an image is not valid base64: {error}"]
     except DataError as error:
         return [str(error)]
     return []

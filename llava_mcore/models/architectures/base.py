@@ -21,7 +21,7 @@ from llava_mcore.weights.names import KnownNames
 
 
 class Architecture(ABC):
-    """A Hugging Face class: its parts, its names, and how its pictures become tokens."""
+    """A Hugging Face class: its parts, its names, and how its images become tokens."""
 
     config_class: ClassVar[type[PretrainedConfig]]
     model_class: ClassVar[type[PreTrainedModel]]
@@ -31,16 +31,16 @@ class Architecture(ABC):
     fields: ClassVar[Fields] = IMAGE_FIELDS
     """Fields of a micro-batch's media."""
     pads_images: ClassVar[bool] = False
-    """Whether transformers' model pads the pictures of a batch to one size, and ours does not. `check` then compares
-    a picture that is not split, of which both have the same patches."""
+    """Whether transformers' model pads the images of a batch to one size, and ours does not. `check` then compares
+    an image that is not split, of which both have the same patches."""
     tower_section: ClassVar[str] = "vision_config"
     """Section of config.json that describes the tower."""
     takes_images: ClassVar[bool] = True
-    """Whether its samples may have pictures."""
+    """Whether its samples may have images."""
     takes_audios: ClassVar[bool] = False
     """Whether its `MediaPlan` has an `audio_token_id` and tokens for sound."""
     resizes_to_range: ClassVar[bool] = False
-    """Whether its image processor resizes pictures to a range of areas, its size's shortest_edge and longest_edge."""
+    """Whether its image processor resizes images to a range of areas, its size's shortest_edge and longest_edge."""
     takes_videos: ClassVar[bool] = False
     """Whether its `MediaPlan` has a `video_token_id` and tokens for videos."""
     towers: ClassVar[tuple[str, ...]] = ()
@@ -57,7 +57,7 @@ class Architecture(ABC):
 
     @property
     def has_newline(self) -> bool:
-        """Whether a trained vector follows each row of a picture's features; it is a parameter of the connector."""
+        """Whether a trained vector follows each row of an image's features; it is a parameter of the connector."""
         return bool(self.names.newline)
 
     @abstractmethod
@@ -70,14 +70,14 @@ class Architecture(ABC):
 
     @abstractmethod
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return how pictures, videos or sound become tokens.
+        """Return how images, videos or sound become tokens.
 
         Raises:
             ConversionError: settings that the tower does not support.
         """
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the placeholder token of a picture in text."""
+        """Return the placeholder token of an image in text."""
         return str(tokenizer.special_tokens_map.get("image_token", "<image>"))
 
     def video_placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -105,7 +105,7 @@ class Architecture(ABC):
         """Return how many features the connector's first linear layer reads."""
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
-        """Return why a processor would expand a picture to other tokens than `media`, one message each.
+        """Return why a processor would expand an image to other tokens than `media`, one message each.
 
         Args:
             settings: its processor_config.json.
@@ -118,7 +118,7 @@ class Architecture(ABC):
 
 
 class TileArchitecture(Architecture):
-    """A class whose tower takes pictures of one size: a picture is one or several of these tiles."""
+    """A class whose tower takes images of one size: an image is one or several of these tiles."""
 
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
         """Return the shape of a tile, [3, height, width]."""
@@ -136,7 +136,7 @@ class TileArchitecture(Architecture):
         return work.num_tiles * self.tower_features_per_tile(hf)
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
-        """Return why a processor would expand a picture to other tokens than `media`, a message each."""
+        """Return why a processor would expand an image to other tokens than `media`, a message each."""
         if settings.get("patch_size") is None:
             return []  # written before processors expanded the placeholder
         expected = self.features_per_tile(hf)
@@ -147,7 +147,7 @@ class TileArchitecture(Architecture):
             return []
         return [
             f"patch_size, num_additional_image_tokens and vision_feature_select_strategy give {served} tokens per "
-            f"picture, but the model's config.json gives {expected} features; correct the processor's settings"
+            f"image, but the model's config.json gives {expected} features; correct the processor's settings"
         ]
 
     def tower_features_per_tile(self, hf: PretrainedConfig) -> int:

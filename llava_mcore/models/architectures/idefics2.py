@@ -1,4 +1,4 @@
-"""Idefics2: pictures keep their proportions, and each becomes as many tokens as the connector has latents."""
+"""Idefics2: images keep their proportions, and each becomes as many tokens as the connector has latents."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _STYLE = HfNames("model.vision_model.", "model.connector.", "model.text_model.",
 _DEFAULT_SEQ_LEN = 64
 """The processor's image_seq_len."""
 _NUM_PARTS = 5
-"""Parts of a picture that is split: its quarters and the whole."""
+"""Parts of an image that is split: its quarters and the whole."""
 _FAKE = "<fake_token_around_image>"
-"""The processor's name of what surrounds a picture, unless the tokenizer has one."""
+"""The processor's name of what surrounds an image, unless the tokenizer has one."""
 
 
 class Idefics2(Architecture):
@@ -59,7 +59,7 @@ class Idefics2(Architecture):
         return FeatureChoice((hf.vision_config.num_hidden_layers,), drop_first_token=False)
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return the patches of pictures of the sizes that the folder's image processor gives them."""
+        """Return the patches of images of the sizes that the folder's image processor gives them."""
         return _ImagePlan(hf, processing)
 
     def pixel_shape(self, hf: PretrainedConfig) -> tuple[int, ...]:
@@ -82,21 +82,21 @@ class Idefics2(Architecture):
         return work.num_patches
 
     def processor_problems(self, hf: PretrainedConfig, settings: Mapping[str, Any]) -> list[str]:
-        """Return why the processor's number of tokens per picture differs from the number of latents."""
+        """Return why the processor's number of tokens per image differs from the number of latents."""
         served, expected = settings.get("image_seq_len", _DEFAULT_SEQ_LEN), hf.perceiver_config.resampler_n_latents
         if served == expected:
             return []
         return [
-            f"image_seq_len gives {served} tokens per picture, but the model's config.json has {expected} latents "
+            f"image_seq_len gives {served} tokens per image, but the model's config.json has {expected} latents "
             "(perceiver_config.resampler_n_latents); correct the processor's settings"
         ]
 
 
 class _ImagePlan(MediaPlan):
-    """Pictures as packed patches, one or, if they are split, five per picture of the data.
+    """Images as packed patches, one or, if they are split, five per image of the data.
 
-    `<fake_token_around_image>` is text, so that pictures that follow each other share one, as the processor writes it.
-    Between the parts of a picture it belongs to the picture's tokens.
+    `<fake_token_around_image>` is text, so that images that follow each other share one, as the processor writes it.
+    Between the parts of an image it belongs to the image's tokens.
     """
 
     any_size = True
@@ -121,12 +121,12 @@ class _ImagePlan(MediaPlan):
         self._places = np.flatnonzero(self._ids == hf.image_token_id)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's pictures. DataError for one that is too small to be split."""
+        """Return the tokens of a conversation's images. DataError for one that is too small to be split."""
         return [self._tokens([self._grid(part) for part in self._parts_of(size)]) for size in sizes]
 
     @property
     def smallest(self) -> MediaBudget:
-        """Every picture has the same tokens."""
+        """Every image has the same tokens."""
         return MediaBudget(len(self._ids), self.patches_per_tile)
 
     @property
@@ -140,7 +140,7 @@ class _ImagePlan(MediaPlan):
         if not self._splits:
             return [size]
         if min(size) < 2:
-            raise DataError(f"a picture of {width} x {height} pixels cannot be split into quarters")
+            raise DataError(f"an image of {width} x {height} pixels cannot be split into quarters")
         top, left = height // 2, width // 2
         return [(top, left), (top, width - left), (height - top, left), (height - top, width - left), size]
 
@@ -171,14 +171,14 @@ class _ImagePlan(MediaPlan):
     def pixels(
         self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
-        """Return the patches [patches, f] of pictures, each as large as it is: padding would make them float32."""
+        """Return the patches [patches, f] of images, each as large as it is: padding would make them float32."""
         processed = processor(images=[list(images)], do_pad=False, **options)["pixel_values"][0]
         return torch.cat([_patches(torch.as_tensor(part), self._side) for part in processed])
 
     def processed_pixels(
         self, processed: Mapping[str, Tensor], rows: Sequence[Sequence[MediaTokens]], row_shape: tuple[int, ...]
     ) -> Tensor:
-        """Return the patches [patches, f] in the output of the folder's own processor, which pads pictures and rows."""
+        """Return the patches [patches, f] in the output of the folder's own processor, which pads images and rows."""
         images, masks = processed["pixel_values"].flatten(0, 1), processed["pixel_attention_mask"].flatten(0, 1)
         heights, widths = masks[:, :, 0].sum(1).tolist(), masks[:, 0].sum(1).tolist()
         padded_images = zip(images, map(int, heights), map(int, widths), strict=True)
@@ -186,17 +186,17 @@ class _ImagePlan(MediaPlan):
 
 
 def _patches(image: Tensor, side: int) -> Tensor:
-    """Return the patches [rows * columns, 3 * side * side] of a picture [3, height, width], as convolutions see it."""
+    """Return the patches [rows * columns, 3 * side * side] of an image [3, height, width], as convolutions see it."""
     rows, columns = (length // side for length in image.shape[1:])
     by_patch = image[:, : rows * side, : columns * side].reshape(3, rows, side, columns, side)
     return by_patch.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
 
 
 def _edges(images: BaseImageProcessor, side: int) -> Size:
-    """Return the lengths in pixels between which the edges of pictures are. `side`: of a patch.
+    """Return the lengths in pixels between which the edges of images are. `side`: of a patch.
 
     Raises:
-        ConversionError: another class's processor, or one that leaves pictures too small for a patch.
+        ConversionError: another class's processor, or one that leaves images too small for a patch.
     """
     if not isinstance(images, Idefics2ImageProcessor | Idefics2ImageProcessorPil):
         raise ConversionError(f"the image processor is {type(images).__name__}; Idefics2 has an Idefics2ImageProcessor")
@@ -204,14 +204,14 @@ def _edges(images: BaseImageProcessor, side: int) -> Size:
     edges = (size.shortest_edge, size.longest_edge) if size.shortest_edge else (size.height, size.width)
     if not images.do_resize or not all(edges) or min(edges) < side:
         raise ConversionError(
-            f"the image processor has do_resize = {images.do_resize} and size = {dict(size)}; it must resize pictures "
+            f"the image processor has do_resize = {images.do_resize} and size = {dict(size)}; it must resize images "
             f"to edges from shortest_edge to longest_edge, or to a height and a width, of at least a patch ({side} px)"
         )
     return min(edges), max(edges)
 
 
 def _marks(tokenizer: PreTrainedTokenizerBase, image_token_id: int) -> tuple[str, str]:
-    """Return a picture's placeholder and what surrounds it, as Idefics2Processor finds them.
+    """Return an image's placeholder and what surrounds it, as Idefics2Processor finds them.
 
     Raises:
         ConversionError: the tokenizer lacks the second, or the names would be spelt with spaces between them.
@@ -225,17 +225,17 @@ def _marks(tokenizer: PreTrainedTokenizerBase, image_token_id: int) -> tuple[str
     fake = str(named.get("image_boundary_token", _FAKE)) if "image_token" in named else _FAKE
     if fake not in tokenizer.get_vocab():
         raise ConversionError(
-            f"the tokenizer has no {fake}, which surrounds Idefics2's pictures; add it as a special token"
+            f"the tokenizer has no {fake}, which surrounds Idefics2's images; add it as a special token"
         )
     if not image.startswith("<"):
         raise ConversionError(
-            f"the placeholder of a picture is {image!r}; Idefics2's processor needs one that begins with <"
+            f"the placeholder of an image is {image!r}; Idefics2's processor needs one that begins with <"
         )
     return image, fake
 
 
 def _around_media(image: str, fake: str) -> AroundMedia:
-    """Return what Idefics2Processor replaces: it surrounds pictures, lets neighbors share a mark, and sets a space
+    """Return what Idefics2Processor replaces: it surrounds images, lets neighbors share a mark, and sets a space
     between a mark and a word."""
     mark = re.escape(fake)
     return AroundMedia(

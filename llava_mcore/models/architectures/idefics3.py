@@ -1,7 +1,7 @@
-"""Idefics3 and SmolVLM: pictures are split into rows and columns of tiles, each with its mark, and one tile of the
-whole picture.
+"""Idefics3 and SmolVLM: images are split into rows and columns of tiles, each with its mark, and one tile of the
+whole image.
 
-Videos are not supported: a conversation has pictures only.
+Videos are not supported: a conversation has images only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Idefics3(TileArchitecture):
         return FeatureChoice((hf.vision_config.num_hidden_layers,), drop_first_token=False)
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return the rows and columns into which the folder's image processor splits a picture."""
+        """Return the rows and columns into which the folder's image processor splits an image."""
         vision = hf.vision_config
         return _Grid(hf.image_token_id, self.features_per_tile(hf), num_patches(vision), image_side(vision), processing)
 
@@ -119,22 +119,22 @@ class _Grid(MediaPlan):
     def pixels(
         self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
-        """Return the tiles of pictures. They have one size, and padding would make them float32."""
+        """Return the tiles of images. They have one size, and padding would make them float32."""
         processed = processor(images=[list(images)], do_pad=False, return_tensors="pt", **options)
         return processed["pixel_values"].flatten(0, 1)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's pictures."""
+        """Return the tokens of a conversation's images."""
         return [self._tokens(*self._rows_and_columns(size)) for size in sizes]
 
     @property
     def smallest(self) -> MediaBudget:
-        """A long, narrow picture: its longest edge is enlarged to as many tiles as that of any other."""
+        """A long, narrow image: its longest edge is enlarged to as many tiles as that of any other."""
         return self._budget(1, self._longest)
 
     @property
     def largest(self) -> MediaBudget:
-        """A square picture."""
+        """A square image."""
         return self._budget(self._longest, self._longest)
 
     def _budget(self, height: int, width: int) -> MediaBudget:
@@ -184,7 +184,7 @@ def _check_settings(images: BaseImageProcessor, side: int) -> None:
     missing = {"do_image_splitting", "max_image_size"} - values.keys()
     if missing:
         raise ConversionError(
-            f"{type(images).__name__} has no {' and no '.join(sorted(missing))}; Idefics3's and SmolVLM's cut pictures "
+            f"{type(images).__name__} has no {' and no '.join(sorted(missing))}; Idefics3's and SmolVLM's cut images "
             "into tiles by them"
         )
     if images.max_image_size["longest_edge"] != side:
@@ -194,7 +194,7 @@ def _check_settings(images: BaseImageProcessor, side: int) -> None:
         )
     if not images.do_resize or not images.size.longest_edge or images.size.longest_edge < 1:
         raise ConversionError(
-            "the image processor must have do_resize = true and a size of longest_edge, by which pictures become a "
+            "the image processor must have do_resize = true and a size of longest_edge, by which images become a "
             "whole number of tiles"
         )
 
@@ -202,6 +202,6 @@ def _check_settings(images: BaseImageProcessor, side: int) -> None:
 def _check_marks(tokenizer: PreTrainedTokenizerBase, fake: str) -> None:
     if fake not in tokenizer.get_vocab():
         raise ConversionError(
-            f"the tokenizer has no {fake}, which surrounds the pictures of Idefics3 and SmolVLM; add it as a "
+            f"the tokenizer has no {fake}, which surrounds the images of Idefics3 and SmolVLM; add it as a "
             "special token"
         )

@@ -1,6 +1,6 @@
-"""InternVL: pictures are split into tiles and a thumbnail, and squares of features become one feature.
+"""InternVL: images are split into tiles and a thumbnail, and squares of features become one feature.
 
-Videos, which the class supports, are not trained on: a conversation has pictures only.
+Videos, which the class supports, are not trained on: a conversation has images only.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class InternVl(TileArchitecture):
         return feature_choice(hf)
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return the tiles into which the folder's image processor splits a picture."""
+        """Return the tiles into which the folder's image processor splits an image."""
         return _Tiles(hf.image_token_id, self.features_per_tile(hf), num_patches(hf.vision_config), processing)
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -101,7 +101,7 @@ class _Tiles(MediaPlan):
         values = images.to_dict()
         if not {"min_patches", "max_patches"} <= values.keys() or not images.size.height:
             raise ConversionError(
-                f"{type(images).__name__} does not split pictures into tiles like InternVL: it must have min_patches, "
+                f"{type(images).__name__} does not split images into tiles like InternVL: it must have min_patches, "
                 "max_patches "
                 "and a size of height and width, as GotOcr2ImageProcessor has"
             )
@@ -111,12 +111,12 @@ class _Tiles(MediaPlan):
     def pixels(
         self, processor: BaseImageProcessor, images: Sequence[Picture], tokens: Sequence[MediaTokens], **options: Any
     ) -> Tensor:
-        """Return the tiles of pictures; the class's processor always splits pictures, whatever the image processor's
+        """Return the tiles of images; the class's processor always splits images, whatever the image processor's
         default."""
         return super().pixels(processor, images, tokens, crop_to_patches=True, **options)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's pictures."""
+        """Return the tokens of a conversation's images."""
         return [self._tokens(self._num_tiles(size)) for size in sizes]
 
     @property
@@ -135,7 +135,7 @@ class _Tiles(MediaPlan):
         return MediaBudget(len(item), item.num_patches)
 
     def _num_tiles(self, size: Size) -> int:
-        """Return the number of tiles of a picture, including a thumbnail if there are several."""
+        """Return the number of tiles of an image, including a thumbnail if there are several."""
         columns, rows = get_optimal_tiled_canvas(size, self._tile, self._fewest, self._most_tiles)
         return columns * rows + int(columns * rows > 1)
 

@@ -1,4 +1,4 @@
-"""LLaVA-1.5: every picture is one square tile; its features go through an MLP."""
+"""LLaVA-1.5: every image is one square tile; its features go through an MLP."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ class Llava(TileArchitecture):
         return feature_choice(hf)
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return one tile and a fixed number of placeholders for every picture."""
+        """Return one tile and a fixed number of placeholders for every image."""
         return SameTokens(hf.image_token_id, self.features_per_tile(hf), num_patches(hf.vision_config))

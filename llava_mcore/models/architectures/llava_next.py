@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (1.6): a picture is a base view and the tiles of the grid that fits its proportions."""
+"""LLaVA-NeXT (1.6): an image is a base view and the tiles of the grid that fits its proportions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LlavaNext(Llava):
         return AnyResPlan(hf.image_token_id, self.anyres(hf), self.fields)
 
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
-        """Return how pictures are split. Raises like `media`."""
+        """Return how images are split. Raises like `media`."""
         vision = hf.vision_config
         side, expected = image_side(vision), num_patches(vision)
         num_features = self.features_per_tile(hf)

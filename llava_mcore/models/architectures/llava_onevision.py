@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: like LLaVA-NeXT, with resized large grids, only base views for several pictures, and videos."""
+"""LLaVA-OneVision: like LLaVA-NeXT, with resized large grids, only base views for several images, and videos."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LlavaOnevision(LlavaNext):
         return AnyResVideoPlan(hf.image_token_id, self.anyres(hf), self.fields, hf.video_token_id)
 
     def anyres(self, hf: PretrainedConfig) -> AnyRes:
-        """Return how pictures are split. Raises ConversionError also if that is not anyres_max_N."""
+        """Return how images are split. Raises ConversionError also if that is not anyres_max_N."""
         match = _ASPECT_RATIO.fullmatch(str(hf.vision_aspect_ratio))
         if match is None:
             raise ConversionError(f"vision_aspect_ratio = {hf.vision_aspect_ratio!r}: expected 'anyres_max_9' or such")

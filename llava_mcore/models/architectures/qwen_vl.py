@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense): pictures of any size, and positions of time, height and width."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense): images of any size, and positions of time, height and width."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Qwen2Vl(Architecture):
         return FeatureChoice((int(hf.vision_config.depth),), drop_first_token=False)
 
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return the patches of pictures of any size and of videos."""
+        """Return the patches of images of any size and of videos."""
         return self.plan(hf, qwen_tower(hf.vision_config), self.whole_model, processing)
 
     def video_placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -97,7 +97,7 @@ class Qwen2Vl(Architecture):
         return (qwen_tower(hf.vision_config).patch_dim(hf.vision_config),)
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the token that stands for a picture in text."""
+        """Return the token that stands for an image in text."""
         return str(tokenizer.special_tokens_map.get("image_token", "<|image_pad|>"))
 
     def connector_products(self, hf: PretrainedConfig, work: MediaWork) -> list[int]:

@@ -31,9 +31,9 @@ def ties_embeddings(hf: PretrainedConfig) -> bool:
 
 
 def tile_architecture(hf: PretrainedConfig) -> TileArchitecture:
-    """As `architecture_of`, of a class whose tower takes pictures of one size."""
+    """As `architecture_of`, of a class whose tower takes images of one size."""
     architecture = architecture_of(hf)
-    assert isinstance(architecture, TileArchitecture), f"{hf.model_type} takes pictures of any size"
+    assert isinstance(architecture, TileArchitecture), f"{hf.model_type} takes images of any size"
     return architecture
 
 

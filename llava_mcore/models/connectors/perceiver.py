@@ -1,9 +1,9 @@
-"""Idefics2's connector: a gated MLP to the language model's width, then latents that read a picture's features.
+"""Idefics2's connector: a gated MLP to the language model's width, then latents that read an image's features.
 
-A picture becomes as many features as there are latents, whatever its size (perceiver resampler, Alayrac et al. 2022,
-arXiv 2204.14198). The features of all pictures are packed; attention keeps pictures apart by their lengths.
+An image becomes as many features as there are latents, whatever its size (perceiver resampler, Alayrac et al. 2022,
+arXiv 2204.14198). The features of all images are packed; attention keeps images apart by their lengths.
 
-p: pictures, n: features of all pictures, l: latents of a picture, w: the tower's width, h: the language model's.
+p: images, n: features of all images, l: latents of an image, w: the tower's width, h: the language model's.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Perceiver(Connector):
         return PerceiverResampler(config, projection, input_size=input_size, num_latents=num_latents)
 
     def run(self, module: nn.Module, features: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
-        """Return the features [p, l, h] of pictures whose lengths are MEDIA_SEQLENS."""
+        """Return the features [p, l, h] of images whose lengths are MEDIA_SEQLENS."""
         result: Tensor = module(features, media[MEDIA_SEQLENS], max_seqlen)
         return result
 
@@ -134,7 +134,7 @@ class Perceiver(Connector):
         return projection + perceiver.resampler_depth * layer
 
     def attention(self, hf: PretrainedConfig, *, num_features: int, num_images: int) -> int:
-        """Return the FLOPs of scores and of the sums by them: the latents of a picture see its features and
+        """Return the FLOPs of scores and of the sums by them: the latents of an image see its features and
         themselves."""
         perceiver = hf.perceiver_config
         latents = perceiver.resampler_n_latents

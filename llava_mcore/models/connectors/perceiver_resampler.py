@@ -1,8 +1,8 @@
-"""Idefics2's resampler: latents that read the features of packed pictures.
+"""Idefics2's resampler: latents that read the features of packed images.
 
-Attention keeps pictures apart by their lengths.
+Attention keeps images apart by their lengths.
 
-p: pictures, n: features of all pictures, l: latents of a picture, w: the tower's width, h: the language model's.
+p: images, n: features of all images, l: latents of an image, w: the tower's width, h: the language model's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from llava_mcore.models.norms import TorchNorm
 
 @dataclass(frozen=True)
 class LatentReads:
-    """The order in which the latents read: the features of the first picture, its latents, those of the second, …
+    """The order in which the latents read: the features of the first image, its latents, those of the second, …
 
-    `order`: int64 [n + p * l], indices into all features followed by all latents. `lengths`: where pictures begin,
+    `order`: int64 [n + p * l], indices into all features followed by all latents. `lengths`: where images begin,
     among latents and in what they read.
     """
 
@@ -46,7 +46,7 @@ class LatentReads:
             num_latents: l.
             max_seqlen: the largest of seqlens.
         """
-        # Each picture's latents are placed after its features, so that one call attends over both.
+        # Each image's latents are placed after its features, so that one call attends over both.
         images = torch.arange(len(seqlens), device=seqlens.device)
         owner = images.repeat_interleave(seqlens, output_size=num_features)  # of each feature
         after = seqlens.cumsum(0)[:, None] + torch.arange(num_latents, device=seqlens.device)
@@ -88,7 +88,7 @@ class PerceiverResampler(MegatronModule):
         """Return [p, l, h] of features [n, w].
 
         Args:
-            seqlens: int32 [p], the features of each picture.
+            seqlens: int32 [p], the features of each image.
             max_seqlen: the largest of them.
         """
         context, _ = self.modality_projection(features)

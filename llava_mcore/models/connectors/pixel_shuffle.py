@@ -45,8 +45,8 @@ def num_shuffled(num_features: int, factor: int) -> int:
     side = isqrt(num_features)
     if side * side != num_features or side % factor:
         raise ConversionError(
-            f"{num_features} features of a picture do not form a square grid whose side is a multiple of {factor}: "
-            f"the connector turns each {factor} x {factor} features into one; use a tower or pictures of another size"
+            f"{num_features} features of an image do not form a square grid whose side is a multiple of {factor}: "
+            f"the connector turns each {factor} x {factor} features into one; use a tower or images of another size"
         )
     return num_features // factor**2
 

@@ -10,7 +10,7 @@ chunk adds its share to the weight's `main_grad`, megatron-core's sum over micro
 
 megatron-core 0.19 has no such function: its cross-entropies (its own, fused, Transformer Engine's) take logits.
 
-Tokens that are not trained (prompts, pictures, padding) do not need logits: if the host knows the number of trained
+Tokens that are not trained (prompts, images, padding) do not need logits: if the host knows the number of trained
 tokens, only they get logits.
 
 s: tokens, b: samples, h: hidden size, t: s * b, c: tokens of a chunk, rows: padded vocabulary.

@@ -1,6 +1,6 @@
 """DINOv2's tower, with and without registers: class token, layer scale, plain or gated MLP.
 
-Hugging Face interpolates its position table for pictures of another size than the tower's; here pictures have that
+Hugging Face interpolates its position table for images of another size than the tower's; here images have that
 size.
 """
 

@@ -69,7 +69,7 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def describe(self, hf: PretrainedConfig) -> str:
-        """Say which pictures the tower takes."""
+        """Say which images the tower takes."""
 
     def patch_dim(self, hf: PretrainedConfig) -> int:
         """Return the number of values in a flattened patch."""
@@ -80,7 +80,7 @@ class VisionFamily(ABC):
         return [2 * num_patches * self.patch_dim(hf) * self.hidden_size(hf)]
 
     def has_class_token(self, hf: PretrainedConfig) -> bool:
-        """Tell whether a token for the whole picture stands before its patches."""
+        """Tell whether a token for the whole image stands before its patches."""
         return False
 
     def num_layers(self, hf: PretrainedConfig) -> int:
@@ -101,14 +101,14 @@ class VisionFamily(ABC):
 
 
 class TileTower(VisionFamily):
-    """Towers that take pictures of one square size."""
+    """Towers that take images of one square size."""
 
     interpolates: ClassVar[bool] = True
-    """Whether its transformers model takes pictures of any size as it is."""
+    """Whether its transformers model takes images of any size as it is."""
 
     @abstractmethod
     def tokens_before_patches(self, hf: PretrainedConfig) -> int:
-        """Return how many tokens stand before a picture's patches: class token and registers."""
+        """Return how many tokens stand before an image's patches: class token and registers."""
 
     @abstractmethod
     def shape(self, hf: PretrainedConfig) -> VisionShape:
@@ -123,7 +123,7 @@ class TileTower(VisionFamily):
         return num_patches(hf) + self.tokens_before_patches(hf)
 
     def has_class_token(self, hf: PretrainedConfig) -> bool:
-        """Return whether there is a token for the whole picture before its patches."""
+        """Return whether there is a token for the whole image before its patches."""
         return self.tokens_before_patches(hf) > 0
 
     def work(self, hf: PretrainedConfig, media: MediaWork, num_layers: int) -> TowerWork:
@@ -132,17 +132,17 @@ class TileTower(VisionFamily):
         return TowerWork(tiles * num_patches(hf), tiles * positions, tiles * positions**2 * num_layers)
 
     def describe(self, hf: PretrainedConfig) -> str:
-        """Say which pictures the tower takes."""
+        """Say which images the tower takes."""
         side = image_side(hf)
         return f"{side} x {side} pixels in patches of {patch_side(hf)}"
 
 
 class PatchTower(VisionFamily):
-    """Towers that take pictures of any size as packed patches."""
+    """Towers that take images of any size as packed patches."""
 
     part_of_a_class = True
     fields: ClassVar[Fields]
-    """Fields of a micro-batch of pictures for this tower."""
+    """Fields of a micro-batch of images for this tower."""
 
     @abstractmethod
     def shape(self, hf: PretrainedConfig) -> PatchShape:
@@ -153,9 +153,9 @@ class PatchTower(VisionFamily):
         return PatchTransformer(config, self.shape(hf), features)
 
     def work(self, hf: PretrainedConfig, media: MediaWork, num_layers: int) -> TowerWork:
-        """Return what the layers compute on: every patch of a picture sees every other."""
+        """Return what the layers compute on: every patch of an image sees every other."""
         return TowerWork(media.num_patches, media.num_patches, media.num_pairs * num_layers)
 
     def describe(self, hf: PretrainedConfig) -> str:
-        """Say which pictures the tower takes."""
-        return f"pictures of any size in patches of {patch_side(hf)}"
+        """Say which images the tower takes."""
+        return f"images of any size in patches of {patch_side(hf)}"

@@ -1,4 +1,4 @@
-"""The hidden states of the tower that LLaVA uses, and the number of tokens per picture.
+"""The hidden states of the tower that LLaVA uses, and the number of tokens per image.
 
 Hugging Face's rule: hidden_states[0] is the embedding (after CLIP's pre-norm), hidden_states[i] the output of layer
 i, before any post-norm; "default" drops the first token of the result, "full" keeps all.

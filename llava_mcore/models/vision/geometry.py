@@ -1,4 +1,4 @@
-"""The picture size in a vision tower's Hugging Face config."""
+"""The image size in a vision tower's Hugging Face config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llava_mcore.errors import ConversionError
 
 
 def image_side(vision: PretrainedConfig) -> int:
-    """Return the height and width in pixels of the tower's pictures."""
+    """Return the height and width in pixels of the tower's images."""
     return _side(vision.image_size, "image_size")
 
 
@@ -18,7 +18,7 @@ def patch_side(vision: PretrainedConfig) -> int:
 
 
 def num_patches(vision: PretrainedConfig) -> int:
-    """Return the patches of a picture; the rest at its right and lower edge is ignored."""
+    """Return the patches of an image; the rest at its right and lower edge is ignored."""
     return (image_side(vision) // patch_side(vision)) ** 2
 
 
@@ -30,5 +30,5 @@ def _side(value: object, key: str) -> int:
     """
     sides = list(value) if isinstance(value, list | tuple) else [value]
     if len(set(sides)) != 1 or not isinstance(sides[0], int):
-        raise ConversionError(f"vision_config.{key} = {value}: only square pictures and patches are supported")
+        raise ConversionError(f"vision_config.{key} = {value}: only square images and patches are supported")
     return sides[0]

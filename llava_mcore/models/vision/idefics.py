@@ -1,7 +1,7 @@
 """The SigLIP towers of Idefics2, Idefics3 and SmolVLM: features after the last norm, positions by location.
 
-transformers finds a patch's position by its fraction of the picture's height and width. Tiles of Idefics3 and SmolVLM
-have the tower's size, so that the fractions are those of the tower's own grid. Idefics2's pictures have any size.
+transformers finds a patch's position by its fraction of the image's height and width. Tiles of Idefics3 and SmolVLM
+have the tower's size, so that the fractions are those of the tower's own grid. Idefics2's images have any size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class IdeficsSiglip(Siglip):
             raise ConversionError(
                 f"vision_config: image_size {image_side(hf)} and patch_size {patch_side(hf)} make a grid of {side} x "
                 f"{side} patches, in which transformers rounds some to the positions of their neighbors; this is not "
-                "supported: take pictures of another size (26, 27 and 32 patches per side, for example, are exact)"
+                "supported: take images of another size (26, 27 and 32 patches per side, for example, are exact)"
             )
         return super().config_from_hf(hf, num_layers)
 
@@ -106,7 +106,7 @@ class Idefics2Siglip(PatchTower):
 
 
 def position_rows(hf: PretrainedConfig, rows: int, columns: int) -> Tensor:
-    """Return the rows [rows * columns], int64, of Idefics2's table of positions for a picture of so many patches.
+    """Return the rows [rows * columns], int64, of Idefics2's table of positions for an image of so many patches.
 
     transformers' own method is asked, of embeddings without weights: its bounds and roundings decide.
     """

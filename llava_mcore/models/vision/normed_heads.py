@@ -1,6 +1,6 @@
 """Self-attention that normalizes queries and keys over all heads together (InternViT-6B).
 
-s: positions, b: pictures, n: heads of this tensor-parallel rank, d: head size.
+s: positions, b: images, n: heads of this tensor-parallel rank, d: head size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of any size and videos as packed patches (Qwen-VL): tokens, positions along three axes, the tower's fields.
+"""Images of any size and videos as packed patches (Qwen-VL): tokens, positions along three axes, the tower's fields.
 
 Sizes, patch order, text and positions are asked of transformers' own functions, so no rounding of ours can disagree.
 """
@@ -34,11 +34,11 @@ from llava_mcore.models.vision.qwen import Grid, QwenTower
 IMAGE, VIDEO = 1, 2
 """Values of transformers' mm_token_type_ids, in which text is 0."""
 NUM_KNOWN = 512
-"""Grids of which tokens are kept: pictures of a dataset often have the same size."""
+"""Grids of which tokens are kept: images of a dataset often have the same size."""
 
 
 class PatchPlan(MediaPlan):
-    """Pictures are resized to whole squares of patches. A square is a token; in a video it has two frames."""
+    """Images are resized to whole squares of patches. A square is a token; in a video it has two frames."""
 
     num_axes = 3
     any_size = True
@@ -59,7 +59,7 @@ class PatchPlan(MediaPlan):
         self.image_token_id: int = hf.image_token_id
         self.video_token_id = hf.video_token_id
         self.merged = tower.merged(hf.vision_config)
-        # The smallest picture is one square of patches, which becomes one token.
+        # The smallest image is one square of patches, which becomes one token.
         self.patches_per_tile = self.rows_per_tile = self.merged
         self.tokens_per_tile = 1
         self.processing = processing
@@ -77,7 +77,7 @@ class PatchPlan(MediaPlan):
         PatchPlan.__init__(self, **state)
 
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's pictures. DataError for proportions that the processor refuses."""
+        """Return the tokens of a conversation's images. DataError for proportions that the processor refuses."""
         return [self.of_grid(self.grid_of(*size)) for size in sizes]
 
     def video_tokens(self, videos: Sequence[VideoShape]) -> list[MediaTokens]:
@@ -91,7 +91,7 @@ class PatchPlan(MediaPlan):
         return _processed(processor, frames, **options)["pixel_values_videos"]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Return the patches of a picture of this height and width. DataError like `tokens`."""
+        """Return the patches of an image of this height and width. DataError like `tokens`."""
         images = self.processing.image_processor
         try:
             resized = smart_resize(
@@ -102,7 +102,7 @@ class PatchPlan(MediaPlan):
                 max_pixels=images.size["longest_edge"],
             )
         except ValueError as error:
-            raise DataError(f"a picture of {width} x {height} pixels: {error}") from error
+            raise DataError(f"an image of {width} x {height} pixels: {error}") from error
         return 1, resized[0] // images.patch_size, resized[1] // images.patch_size
 
     def video_grid(self, video: VideoShape) -> Grid:
@@ -123,7 +123,7 @@ class PatchPlan(MediaPlan):
         return frames_, rows, columns
 
     def _image(self, grid: Grid) -> MediaTokens:
-        """Return the tokens of a picture with this grid of patches."""
+        """Return the tokens of an image with this grid of patches."""
         ids = np.full(math.prod(grid) // self.merged, self.image_token_id, dtype=np.int64)
         return self._tokens(ids, self.image_token_id, grid, image_grid_thw=torch.tensor([grid]))
 

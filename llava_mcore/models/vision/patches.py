@@ -1,6 +1,6 @@
-"""The vision transformer for packed patches of pictures of any size (Idefics2, Qwen2-VL and what came after them).
+"""The vision transformer for packed patches of images of any size (Idefics2, Qwen2-VL and what came after them).
 
-Patches of all pictures of a micro-batch are one sequence, in which attention keeps pictures (frames, windows) apart by
+Patches of all images of a micro-batch are one sequence, in which attention keeps images (frames, windows) apart by
 their lengths: nothing is padded. Everything that depends on the pictures' sizes comes as tensors from the host.
 
 n: patches, m: patches that the connector merges into a feature, h: hidden size, l: number of feature layers, f: numbers
@@ -49,8 +49,8 @@ class PatchShape:
 
     `patch_dim`: f. `merged`: m, which are next to each other. `inv_freq`: float32 [head size / 4], of rows and of
     columns; None: nothing is rotated. `num_positions`: rows of the table of position embeddings; 0: there is none.
-    `full_attention`: layers from 0 that see whole pictures, where the others see windows of `window_patches` at most;
-    None: all see whole pictures. `post_norm`: the features are those after the tower's last norm. `names`,
+    `full_attention`: layers from 0 that see whole images, where the others see windows of `window_patches` at most;
+    None: all see whole images. `post_norm`: the features are those after the tower's last norm. `names`,
     `layers_name`, `conv_name`: Hugging Face's, of the modules in a layer, the list of layers and the patch embedding.
     `ffn_size`: the width inside the MLPs without padding; None: they have none.
     """
@@ -71,13 +71,13 @@ class PatchShape:
 
 @dataclass
 class TowerSeqParams(PackedSeqParams):
-    """Where pictures begin, and in `windows` where windows do."""
+    """Where images begin, and in `windows` where windows do."""
 
     windows: PackedSeqParams | None = None
 
 
 class PatchLayer(TransformerLayer):
-    """A layer that sees whole pictures, or windows of them."""
+    """A layer that sees whole images, or windows of them."""
 
     def __init__(self, *args: Any, full_attention: frozenset[int] | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -144,7 +144,7 @@ class PatchTransformer(VisionModule):
         return pixels.new_zeros(n, self.shape.patch_dim), blanks, n
 
     def items(self, media: Mapping[str, Tensor], lengths: MediaLengths) -> Items:
-        """Return what belongs to each picture or frame: patches, squares of them, and the windows that they fill.
+        """Return what belongs to each image or frame: patches, squares of them, and the windows that they fill.
 
         Args:
             media: of which only names are looked at.
@@ -193,7 +193,7 @@ class PatchTransformer(VisionModule):
         return next((size for size in self.sizes if size >= patches), -(-patches // 128) * 128)
 
     def _with_blank(self, media: Mapping[str, Tensor], patches: int) -> dict[str, Tensor]:
-        """Return the lengths of pictures and windows, one blank picture of so many patches included."""
+        """Return the lengths of images and windows, one blank image of so many patches included."""
         lengths = {MEDIA_SEQLENS: F.pad(media[MEDIA_SEQLENS], (0, 1), value=patches)}
         if WINDOW_SEQLENS in media:
             full, rest = divmod(patches, self.shape.window_patches)
@@ -216,7 +216,7 @@ class PatchTransformer(VisionModule):
         return torch.cat((angles, angles), dim=-1)
 
     def _packed(self, media: Mapping[str, Tensor], max_seqlen: int) -> TowerSeqParams:
-        """Return where pictures and windows begin."""
+        """Return where images and windows begin."""
         windows = None
         if WINDOW_SEQLENS in media:
             windows = PackedSeqParams(**packed_bounds(media[WINDOW_SEQLENS], self.shape.window_patches))
@@ -246,7 +246,7 @@ def _with_rows(x: Tensor, num_rows: int) -> Tensor:
 
 
 def windows_of(patches: Sequence[int], windows: Sequence[int]) -> list[int]:
-    """Return how many windows each picture has, of the patches in every picture and in every window."""
+    """Return how many windows each image has, of the patches in every image and in every window."""
     ends = {end: index for index, end in enumerate(accumulate(windows), 1)}
     indices = [ends[end] for end in accumulate(patches)]
     return [after - before for before, after in pairwise([0, *indices])]

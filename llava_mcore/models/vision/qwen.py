@@ -47,7 +47,7 @@ from llava_mcore.weights.names import LayerNames
 from llava_mcore.weights.table import REPLICATED, Entry
 
 Grid = tuple[int, int, int]
-"""Patches of a picture or video: steps of time, rows, columns."""
+"""Patches of an image or video: steps of time, rows, columns."""
 NORM_EPS = 1e-6
 """Epsilon of every norm of these towers; transformers has no setting for it."""
 _NAMES = LayerNames(
@@ -116,7 +116,7 @@ class QwenTower(PatchTower):
         )
 
     def values(self, hf: PretrainedConfig, grid: Grid) -> dict[str, NDArray[Any]]:
-        """Return the fields of one picture or video, beside its pixels, by transformers' own functions."""
+        """Return the fields of one image or video, beside its pixels, by transformers' own functions."""
         frames, height, width = grid
         positions = get_vision_position_ids(torch.tensor([grid]), int(hf.spatial_merge_size))
         return {
@@ -142,7 +142,7 @@ class QwenTower(PatchTower):
 
 
 class Qwen2VlTower(QwenTower):
-    """Qwen2-VL's: layer norm, plain MLPs, whole pictures in every layer."""
+    """Qwen2-VL's: layer norm, plain MLPs, whole images in every layer."""
 
     model_types = ("qwen2_vl_vision", "qwen2_vl")  # files on the hub call the tower by the name of the whole
     rotary = Qwen2VLVisionRotaryEmbedding
@@ -186,7 +186,7 @@ class Qwen25VlTower(QwenTower):
         )
 
     def values(self, hf: PretrainedConfig, grid: Grid) -> dict[str, NDArray[Any]]:
-        """Return the fields of one picture or video, beside its pixels."""
+        """Return the fields of one image or video, beside its pixels."""
         order, bounds = get_vision_window_index(
             torch.tensor([grid]),
             spatial_merge_size=int(hf.spatial_merge_size),
@@ -206,7 +206,7 @@ class Qwen25VlTower(QwenTower):
 
 
 class Qwen3VlTower(QwenTower):
-    """Qwen3-VL's: layer norm, plain MLPs, and a table of positions that is interpolated to every picture's grid."""
+    """Qwen3-VL's: layer norm, plain MLPs, and a table of positions that is interpolated to every image's grid."""
 
     model_types = ("qwen3_vl_vision", "qwen3_vl")
     fields: ClassVar[Fields] = {
@@ -227,7 +227,7 @@ class Qwen3VlTower(QwenTower):
         return replace(super().shape(hf), num_positions=int(hf.num_position_embeddings))
 
     def values(self, hf: PretrainedConfig, grid: Grid) -> dict[str, NDArray[Any]]:
-        """Return the fields of one picture or video, beside its pixels."""
+        """Return the fields of one image or video, beside its pixels."""
         rows, weights = get_vision_interpolation_indices_and_weights(
             torch.tensor([grid]),
             num_grid_per_side=int(hf.num_position_embeddings**0.5),

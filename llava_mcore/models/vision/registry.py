@@ -30,7 +30,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {name: family for family in _FAMILIES
 """By model_type."""
 REASONS = {
     "siglip2_vision_model": "it takes patches of any aspect ratio with their shapes (NaFlex), LLaVA passes square "
-    "pictures; take a fixed-resolution SigLIP 2, which is a siglip_vision_model",
+    "images; take a fixed-resolution SigLIP 2, which is a siglip_vision_model",
 }
 """Why a model_type that people try is not known."""
 
@@ -46,9 +46,9 @@ def vision_family(hf: PretrainedConfig) -> VisionFamily:
 
 
 def tile_tower(hf: PretrainedConfig) -> TileTower:
-    """As `vision_family`, of a tower that takes pictures of one size."""
+    """As `vision_family`, of a tower that takes images of one size."""
     family = vision_family(hf)
-    assert isinstance(family, TileTower), f"{hf.model_type} takes pictures of any size"
+    assert isinstance(family, TileTower), f"{hf.model_type} takes images of any size"
     return family
 
 

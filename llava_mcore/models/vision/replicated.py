@@ -1,4 +1,4 @@
-"""A tower that every tensor-parallel rank has as a whole, because the ranks divide the pictures instead.
+"""A tower that every tensor-parallel rank has as a whole, because the ranks divide the images instead.
 
 Its configuration says tensor_model_parallel_size 1. Its layers are built in a process group of one rank, so that they
 communicate with nobody; what is left to do is to tell the rest of the program that the ranks hold the same parameters.
@@ -24,7 +24,7 @@ Fields = Mapping[str, Tensor]
 
 
 class DividingTower(Protocol):
-    """A tower that says what belongs to each of its pictures, frames or clips."""
+    """A tower that says what belongs to each of its images, frames or clips."""
 
     def items(self, media: Fields, lengths: MediaLengths) -> Items: ...
 
@@ -36,14 +36,14 @@ def run_divided(
     media: Fields,
     lengths: MediaLengths | None,
 ) -> Tensor:
-    """Return a tower's output for all pictures of a micro-batch, of which this rank computes a part; a collective call.
+    """Return a tower's output for all images of a micro-batch, of which this rank computes a part; a collective call.
 
-    A rank without a picture runs a blank one and keeps no row of it: gradients of all parameters are expected of it.
+    A rank without an image runs a blank one and keeps no row of it: gradients of all parameters are expected of it.
 
     Args:
         run: computes on fields, of which MEDIA_SEQLENS are not larger than the number.
-        blank: returns the fields of a blank picture, and that number.
-        media: with one picture at least.
+        blank: returns the fields of a blank image, and that number.
+        media: with one image at least.
         lengths: those of `media`; None reads them from the device.
     """
     group = tensor_parallel_group()

@@ -1,9 +1,9 @@
 """The vision transformer that all towers share, with Megatron's parameter names (those of CLIPViTModel).
 
-megatron-core's CLIPViTModel is not used: it needs Transformer Engine for its norms, refuses pictures that are no
+megatron-core's CLIPViTModel is not used: it needs Transformer Engine for its norms, refuses images that are no
 multiple of the patch (SigLIP-so400m: 384 / 14) and knows no feature layers.
 
-b: pictures, p: patches, s: p and the tokens before them (class token, registers), h: hidden size, l: number of
+b: images, p: patches, s: p and the tokens before them (class token, registers), h: hidden size, l: number of
 feature layers.
 """
 
@@ -36,7 +36,7 @@ LAYER_SCALE_NAMES = {"self_attn_bda.scale": "ls1", "mlp_bda.scale": "ls2"}
 class LayerScale(nn.Module):
     """Takes the place of megatron-core's bias-dropout-add: residual + dropout(scale * (x + bias)).
 
-    s: positions, b: pictures, h: hidden size.
+    s: positions, b: images, h: hidden size.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
@@ -129,7 +129,7 @@ class VisionTransformer(VisionModule):
             use_fewer_kernels(self.decoder)
 
     def blank(self, pixels: Tensor, media: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor], int]:
-        """Return the arguments of a forward pass on one blank picture, on the device of `pixels`."""
+        """Return the arguments of a forward pass on one blank image, on the device of `pixels`."""
         return pixels.new_zeros(1, 3, self.shape.image_size, self.shape.image_size), media, 0
 
     def items(self, media: Mapping[str, Tensor], lengths: MediaLengths) -> Items:
@@ -138,8 +138,8 @@ class VisionTransformer(VisionModule):
         return Items(ones, ones, {PIXEL_VALUES: ones})
 
     def forward(self, pixel_values: Tensor, media: Mapping[str, Tensor], max_seqlen: int = 0) -> Tensor:
-        """Return features [b, s (- 1), l*h] of pictures [b, 3, height, width]; nothing else is looked at."""
-        x = self.conv1(pixel_values).flatten(2).transpose(1, 2)  # [b, p, h]; a remainder of the picture is ignored
+        """Return features [b, s (- 1), l*h] of images [b, 3, height, width]; nothing else is looked at."""
+        x = self.conv1(pixel_values).flatten(2).transpose(1, 2)  # [b, p, h]; a remainder of the image is ignored
         if self.shape.class_token:
             x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
         # Called as a module, before which data parallelism waits for the weight.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llava_mcore.errors import with_article
 from llava_mcore.prepare.row_types import BadSample, Reason, type_and_value
 
 ARRAY_KEY, RATE_KEY = "array", "sampling_rate"
@@ -27,7 +28,9 @@ def array_as_file(reference: Mapping[str, Any], name: str) -> bytes:
     import soundfile  # the caller has checked that it is installed
 
     if name != "sound":
-        raise BadSample(Reason.WRONG_TYPE, f"a {name} is an array of numbers; write a file, its bytes or its path")
+        raise BadSample(
+            Reason.WRONG_TYPE, f"{with_article(name)} is an array of numbers; write a file, its bytes or its path"
+        )
     rate = reference.get(RATE_KEY)
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
         raise BadSample(Reason.WRONG_TYPE, f"the {RATE_KEY} of a sound is {type_and_value(rate)}; {EXPECTED}")

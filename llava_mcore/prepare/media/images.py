@@ -1,4 +1,4 @@
-"""A reference to a picture -> its bytes, its size in pixels and the file suffix of its format."""
+"""A reference to an image -> its bytes, its size in pixels and the file suffix of its format."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "DIB": "bmp"}
 def read_image(
     reference: Any, folder: Path, *, decode: bool = False, limits: Limits = LIMITS, resizing: Resizing = NO_RESIZING
 ) -> ImageFile:
-    """Find a picture and read its header.
+    """Find an image and read its header.
 
     Args:
         reference: see `read_reference`; a mapping may have sizes too (see `image_sizes`).
         decode: decode all of it, to check that it is complete.
-        resizing: how a picture with such sizes is resized.
+        resizing: how an image with such sizes is resized.
 
     Raises:
         BadSample: it is missing, not on disk, of an unsupported format, too large, or broken, or has sizes that cannot
@@ -52,9 +52,9 @@ def read_image(
 
 
 def inspect(data: bytes, limits: Limits = LIMITS) -> tuple[str, tuple[int, int]]:
-    """Return the file suffix and (width, height) of a picture as training decodes it, from its header.
+    """Return the file suffix and (width, height) of an image as training decodes it, from its header.
 
-    Raises BadSample for a picture that training would refuse.
+    Raises BadSample for an image that training would refuse.
     """
     try:
         header = read_header(data, limits.picture_pixels)
@@ -68,6 +68,6 @@ def inspect(data: bytes, limits: Limits = LIMITS) -> tuple[str, tuple[int, int]]
         (Reason.IMAGE_FORMAT, depth_problem(header.mode)),
     ):
         if problem is not None:
-            raise BadSample(reason, f"a picture cannot be used: {problem}")
+            raise BadSample(reason, f"an image cannot be used: {problem}")
     height, width = header.size
     return EXTENSIONS.get(header.format, header.format.lower()), (width, height)

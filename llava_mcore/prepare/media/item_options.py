@@ -1,7 +1,7 @@
-"""Options of one picture or video in a row, by qwen-vl-utils' names: sizes of pictures, and which frames are taken.
+"""Options of one image or video in a row, by qwen-vl-utils' names: sizes of images, and which frames are taken.
 
 They stand beside the reference: {"path": "a.jpg", "max_pixels": 50176}, {"path": "a.mp4", "fps": 1, "video_end": 30}.
-Pictures are resized when they are written, so training needs nothing but the shards.
+Images are resized when they are written, so training needs nothing but the shards.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from llava_mcore.prepare.row_types import BadSample, Reason
 from llava_mcore.prepare.sampling import Sampling
 
 USUAL_DETAILS = ("auto", "high")
-"""Values of OpenAI's `detail` with which a picture is read as usual."""
+"""Values of OpenAI's `detail` with which an image is read as usual."""
 FEWEST_TOKENS, MOST_TOKENS = 4, 16384
-"""Default limits of a picture that has options, as in qwen-vl-utils."""
+"""Default limits of an image that has options, as in qwen-vl-utils."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSizes:
-    """The size that a picture is resized to: a height and width, or a range of areas. None: not given."""
+    """The size that an image is resized to: a height and width, or a range of areas. None: not given."""
 
     height: int | None
     width: int | None
@@ -43,10 +43,10 @@ class ImageSizes:
 
 @dataclass(frozen=True, slots=True)
 class Resizing:
-    """How single pictures are resized for the model to train."""
+    """How single images are resized for the model to train."""
 
     factor: int | None
-    """Both sides become multiples of this; None: pictures cannot have a size of their own."""
+    """Both sides become multiples of this; None: images cannot have a size of their own."""
     reason: str = "give the model with --tokenizer-load-dir: sizes are rounded to its patches"
     """Why not."""
     to_rgb: ToRgb = on_white
@@ -56,17 +56,17 @@ NO_RESIZING = Resizing(None)
 
 
 def resizing_for(assets: Assets | None) -> Resizing:
-    """Return how pictures are resized for a model; None: it is not known."""
+    """Return how images are resized for a model; None: it is not known."""
     if assets is None:
         return NO_RESIZING
     if not isinstance(assets.plan, PatchPlan):
-        return Resizing(None, "the model does not resize pictures to a range of areas; remove it")
+        return Resizing(None, "the model does not resize images to a range of areas; remove it")
     processor = assets.plan.processing.image_processor
     return Resizing(processor.patch_size * processor.merge_size, "", assets.to_rgb)
 
 
 def image_sizes(reference: Any) -> ImageSizes | None:
-    """Return the sizes beside a picture's reference; None if there are none. Raises BadSample for invalid ones."""
+    """Return the sizes beside an image's reference; None if there are none. Raises BadSample for invalid ones."""
     if not isinstance(reference, Mapping):
         return None
     detail = reference.get("detail")
@@ -82,14 +82,14 @@ def image_sizes(reference: Any) -> ImageSizes | None:
 
 
 def resize(data: bytes, sizes: ImageSizes, resizing: Resizing, limits: Limits) -> bytes:
-    """Return a picture resized as qwen-vl-utils does, as a PNG.
+    """Return an image resized as qwen-vl-utils does, as a PNG.
 
     Raises:
-        BadSample: the model's pictures have no sizes of their own, or these are not allowed.
-        DataError: the picture cannot be decoded.
+        BadSample: the model's images have no sizes of their own, or these are not allowed.
+        DataError: the image cannot be decoded.
     """
     if resizing.factor is None:
-        raise BadSample(Reason.SHAPE, f"a picture has a size of its own ({_size_text(sizes)}): {resizing.reason}")
+        raise BadSample(Reason.SHAPE, f"an image has a size of its own ({_size_text(sizes)}): {resizing.reason}")
     image = decode_image(data, limits.picture_pixels, resizing.to_rgb)
     size, area = (image.height, image.width), resizing.factor**2
     smallest, largest = FEWEST_TOKENS * area, MOST_TOKENS * area
@@ -98,14 +98,14 @@ def resize(data: bytes, sizes: ImageSizes, resizing: Resizing, limits: Limits) -
     else:
         smallest, largest = sizes.smallest or smallest, sizes.largest or largest
     if smallest > largest:
-        raise BadSample(Reason.SHAPE, f"a picture would have at least {smallest} and at most {largest} pixels")
+        raise BadSample(Reason.SHAPE, f"an image would have at least {smallest} and at most {largest} pixels")
     try:
         height, width = smart_resize(*size, factor=resizing.factor, min_pixels=smallest, max_pixels=largest)
     except ValueError as error:
-        raise BadSample(Reason.SHAPE, f"a picture with {_size_text(sizes)}: {error}") from error
+        raise BadSample(Reason.SHAPE, f"an image with {_size_text(sizes)}: {error}") from error
     if height * width > limits.picture_pixels:
         limit = f"the limit is {limits.picture_pixels} (--max-picture-pixels)"
-        raise BadSample(Reason.TOO_LARGE, f"a picture would be resized to {width} x {height} pixels; {limit}")
+        raise BadSample(Reason.TOO_LARGE, f"an image would be resized to {width} x {height} pixels; {limit}")
     buffer = BytesIO()
     image.resize((width, height)).save(buffer, "PNG")
     return buffer.getvalue()

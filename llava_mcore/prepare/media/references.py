@@ -1,4 +1,4 @@
-"""A reference to a picture, video or sound in a row -> its file or its bytes."""
+"""A reference to an image, video or sound in a row -> its file or its bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from llava_mcore.errors import with_article
 from llava_mcore.files.near_match import near_hint, shortened
 from llava_mcore.files.regular import RefusedFileError, read_regular_file
 from llava_mcore.prepare.media.arrays import ARRAY_KEY, array_as_file, described
@@ -25,7 +26,7 @@ SIGNATURE = re.compile(
     rb"|....ftyp|\x1a\x45\xdf\xa3|FLV|\0\0\x01\xba",
     re.DOTALL,
 )
-"""Beginnings of pictures, sounds and videos. A path that could be base64 does not decode to one of them."""
+"""Beginnings of images, sounds and videos. A path that could be base64 does not decode to one of them."""
 ENCODED, FIELDS = ("bytes", "base64", "data"), ("path", "url")
 """Fields of a reference that is an object, as `datasets`, transformers and OpenAI's format write it: with the contents,
 as base64 if they are text, or with their place."""
@@ -43,7 +44,7 @@ class MediaReasons:
     broken: Reason
 
 
-IMAGE = MediaReasons("picture", "image", Reason.IMAGE_MISSING, Reason.IMAGE_REMOTE, Reason.IMAGE_BROKEN)
+IMAGE = MediaReasons("image", "image", Reason.IMAGE_MISSING, Reason.IMAGE_REMOTE, Reason.IMAGE_BROKEN)
 AUDIO = MediaReasons("sound", "audio", Reason.AUDIO_MISSING, Reason.AUDIO_REMOTE, Reason.AUDIO_BROKEN)
 VIDEO = MediaReasons("video", "video", Reason.VIDEO_MISSING, Reason.VIDEO_REMOTE, Reason.VIDEO_BROKEN)
 
@@ -84,7 +85,7 @@ def resolve(reference: Any, folder: Path, reasons: MediaReasons) -> bytes | Path
         return bytes(source)
     # Text is a URI, base64, or a path; a short one that is a file wins over base64.
     if not isinstance(source, str) or not source:
-        raise BadSample(Reason.WRONG_TYPE, f"a {reasons.name} is {described(reference, reasons.name)}")
+        raise BadSample(Reason.WRONG_TYPE, f"{with_article(reasons.name)} is {described(reference, reasons.name)}")
     if source[:5].lower() == "data:":
         return _read_data_uri(source, reasons)
     if field in ENCODED:
@@ -102,7 +103,8 @@ def resolve(reference: Any, folder: Path, reasons: MediaReasons) -> bytes | Path
 def cannot_open(path: Path, error: OSError | ValueError | RefusedFileError, reasons: MediaReasons) -> BadSample:
     """Return why a file of a row cannot be opened. A missing file's near match is named."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return BadSample(reasons.missing, f"{shortened(path.name)}: neither a file nor base64 of a {reasons.name}")
+        expected = f"neither a file nor base64 of {with_article(reasons.name)}"
+        return BadSample(reasons.missing, f"{shortened(path.name)}: {expected}")
     if isinstance(error, OSError):
         return BadSample(reasons.missing, f"{shortened(str(path))}: {error.strerror}{near_hint(path)}")
     if isinstance(error, RefusedFileError):
@@ -132,7 +134,7 @@ def _joined(text: str) -> str:
 
 
 def _bare_base64(text: str) -> bytes | None:
-    """Return the contents of a text that is base64 of a picture, video or sound; None if it is a path."""
+    """Return the contents of a text that is base64 of an image, video or sound; None if it is a path."""
     joined = "".join(text.split())
     if BASE64.fullmatch(joined) is None:
         return None

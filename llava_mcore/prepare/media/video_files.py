@@ -29,7 +29,7 @@ CONTAINERS = "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,gif"
 name other files, or addresses, which FFmpeg would open."""
 QUALITY = 95
 """Quality of the JPEGs."""
-NO_PYAV = 'video files are read by PyAV: pip install "llava-mcore[video]", or list the frames of each video as pictures'
+NO_PYAV = 'video files are read by PyAV: pip install "llava-mcore[video]", or list the frames of each video as images'
 
 
 def decode_video(
@@ -89,7 +89,7 @@ def _select(clock: _Clock, options: ClipOptions, sampling: Sampling) -> tuple[li
 def _stream(container: InputContainer, limits: Limits) -> VideoStream:
     """Return the first video, its decoder limited to frames of the allowed size."""
     if not container.streams.video:
-        raise BadSample(Reason.VIDEO_BROKEN, "it has no pictures")
+        raise BadSample(Reason.VIDEO_BROKEN, "it has no images")
     stream = container.streams.video[0]
     _check_size(stream.codec_context.width, stream.codec_context.height, limits)
     stream.codec_context.options = {"max_pixels": str(limits.picture_pixels)}
@@ -142,7 +142,7 @@ def _decode(
 
 
 def _jpeg(frame: VideoFrame, limits: Limits) -> bytes:
-    """Return a frame as a player shows it: cameras store how they were held separately from the pictures."""
+    """Return a frame as a player shows it: cameras store how they were held separately from the images."""
     _check_size(frame.width, frame.height, limits)
     image = frame.to_image()
     if frame.rotation % 360:

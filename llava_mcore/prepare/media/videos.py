@@ -1,4 +1,4 @@
-"""A reference to a video -> its frames as pictures: a list of pictures, or a video file."""
+"""A reference to a video -> its frames as images: a list of images, or a video file."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def read_video(
     """Find a video and return its frames.
 
     Args:
-        reference: a list of pictures (see `read_image`), {"frames": such a list, "fps": number}; or a video file:
+        reference: a list of images (see `read_image`), {"frames": such a list, "fps": number}; or a video file:
             see `resolve`. A mapping may have options too (see `clip_options`).
         sampling: which frames of a video file are kept.
         frames_fps: frames per second of a list of frames that does not say it; None: unknown.
-        decode: decode pictures that are listed, to see whether they are whole.
+        decode: decode images that are listed, to see whether they are whole.
 
     Raises:
         BadSample: it is missing, not on disk, broken, without frames, or its frames are too large or of several sizes.
         DataError: it is a video file, and PyAV is not installed.
     """
-    # Frames are decoded from a file, or read from pictures that the row lists.
+    # Frames are decoded from a file, or read from images that the row lists.
     listed, options = _listed(reference), clip_options(reference)
     fps = frames_fps if options.fps is None else options.fps
     if listed is None:
@@ -77,7 +77,7 @@ def _opened(reference: Any, folder: Path) -> BinaryIO:
     if isinstance(source, bytes):
         return BytesIO(source)
     if source.suffix.lstrip(".").lower() in IMAGE_PARTS and source.suffix.lower() != ".gif":
-        raise BadSample(Reason.WRONG_TYPE, f"a video is the picture {shortened(str(reference))}; {FRAMES_FORM}")
+        raise BadSample(Reason.WRONG_TYPE, f"a video is the image {shortened(str(reference))}; {FRAMES_FORM}")
     try:
         return open_regular_file(source)
     except (OSError, ValueError, RefusedFileError) as error:

@@ -91,7 +91,7 @@ class ShardWriter:
         return self._file.tell()
 
     def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[CheckedConversation]) -> None:
-        """Write the json, the pictures, the frames numbered after them, and the sounds numbered by themselves."""
+        """Write the json, the images, the frames numbered after them, and the sounds numbered by themselves."""
         key = f"{row:09d}"
         images = [image for conversation in conversations for image in conversation.images]
         videos = list[dict[str, Any]]()
@@ -115,7 +115,7 @@ class ShardWriter:
         self.num_entries += 1
 
     def _add_tokens(self, content: bytes, conversations: Sequence[CheckedConversation]) -> None:
-        """Take a sample's tokens for the file beside the shard, if it is one conversation of text and pictures."""
+        """Take a sample's tokens for the file beside the shard, if it is one conversation of text and images."""
         one = conversations[0]
         if len(conversations) > 1 or one.tokens is None or one.videos or one.audios or one.rejected is not None:
             self._tokens.append(b"")

@@ -92,5 +92,5 @@ def _parts(path: Path, segment: RowRange) -> Iterator[tuple[RowRange, pa.RecordB
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield a few rows at a time, since pictures make them large."""
+    """Yield a few rows at a time, since images make them large."""
     return (batch.slice(i, ROWS_AT_ONCE) for i in range(0, batch.num_rows, ROWS_AT_ONCE))

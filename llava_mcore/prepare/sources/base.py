@@ -37,7 +37,7 @@ class SourceFile(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Base folder of relative paths of pictures."""
+        """Base folder of relative paths of images."""
         ...
 
     def scan(self, cuts: Cuts) -> Scan:

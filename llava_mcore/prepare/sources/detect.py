@@ -36,12 +36,12 @@ class Opening:
 
     format: Format = "auto"
     image_dir: Path | None = None
-    """Base folder of relative paths of pictures; None: the folder of the file that names them."""
+    """Base folder of relative paths of images; None: the folder of the file that names them."""
     split: str = "train"
     """The split of a Hugging Face dataset to use if it has several."""
     keys: Keys = field(default_factory=Keys)
     most_bytes: int = LIMITS.sample_bytes
-    """Maximum bytes of a row with its pictures."""
+    """Maximum bytes of a row with its images."""
     frames_fps: float | None = None
     """Frames per second of videos that are lists of frames and do not say it; None: unknown."""
 
@@ -62,7 +62,7 @@ def find_files(path: Path, how: Opening) -> list[SourceFile]:
     if wrong:
         raise DataError(f"{path}: {', '.join(wrong[:5])} cannot be read with --format {how.format}; {ALLOWED}")
     if isinstance(files[0], (TripleFolder, TarShard)) and (how.keys.image or how.keys.answer):
-        raise DataError(f"{path}: samples of several files have their picture and answer in files, not under a key")
+        raise DataError(f"{path}: samples of several files have their image and answer in files, not under a key")
     return files
 
 

@@ -15,7 +15,7 @@ from llava_mcore.prepare.sources.base import BLOCK
 from llava_mcore.prepare.sources.lines import too_large
 
 ROWS_AT_ONCE = 16
-"""Rows to read from a table at a time; pictures make them large."""
+"""Rows to read from a table at a time; images make them large."""
 # pyarrow's own errors derive from these.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, NotImplementedError, MemoryError)
 

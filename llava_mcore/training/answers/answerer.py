@@ -136,7 +136,7 @@ class Answerer:
         return data.questions.read(data.questions.indices[groups.dp_rank :: groups.dp_size])
 
     def _examples(self, records: list[Record]) -> list[Example]:
-        """Return the first of the records with their pictures, which are read once more."""
+        """Return the first of the records with their images, which are read once more."""
         assert self.data is not None, "rank 0 loads data"
         by_position = {record.position: record for record in records if record.answer is not None}
         positions = list(by_position)[: self.config.eval_generate_examples]

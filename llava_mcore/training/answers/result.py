@@ -1,4 +1,4 @@
-"""The result of a round of answers, its files, and a picture of examples."""
+"""The result of a round of answers, its files, and an image of examples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WIDTH, _MOST_LINES, _SIDE = 70, 8, 256
 
 @dataclass(frozen=True)
 class Example:
-    """A question with its answer and its first picture, encoded; None without one."""
+    """A question with its answer and its first image, encoded; None without one."""
 
     record: Record
     picture: bytes | None
@@ -80,7 +80,7 @@ def write_answers(run_dir: Path, result: AnswersResult) -> Path:
     """Write all answers of a round into answers/ITERATION.jsonl and the examples into a .png beside it.
 
     Returns:
-        The path of the picture.
+        The path of the image.
     """
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def write_answers(run_dir: Path, result: AnswersResult) -> Path:
 
 
 def draw_examples(examples: Sequence[Example], path: Path, *, title: str) -> None:
-    """Draw a row per example: its picture, the question, the expected and the given answer."""
+    """Draw a row per example: its image, the question, the expected and the given answer."""
     from matplotlib import font_manager, rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
     from matplotlib.figure import Figure

@@ -84,7 +84,7 @@ def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfi
     """
     flag = "--cuda-graphs-vision"
     if not isinstance(tower, PatchTransformer):
-        raise ConfigError(f"{flag} captures towers for pictures of any size, such as Qwen-VL's: omit the flag")
+        raise ConfigError(f"{flag} captures towers for images of any size, such as Qwen-VL's: omit the flag")
     parameters = [*tower.decoder.parameters(), *factors_of(tower.decoder).parameters()]
     if not any(p.requires_grad for p in parameters):
         raise ConfigError(f"{flag} captures a trained tower: train it, adapt it, or omit the flag")

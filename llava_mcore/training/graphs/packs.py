@@ -15,7 +15,7 @@ from torch import Tensor
 from llava_mcore.models.vision.patches import PatchTransformer, TowerSeqParams, packed_arguments
 
 PICTURES = (8, 32)
-"""Pictures of a pack that graphs of a tower have room for. More room costs time, as cuDNN plans for all of it, and more
+"""Images of a pack that graphs of a tower have room for. More room costs time, as cuDNN plans for all of it, and more
 choices cost memory."""
 
 Sample = tuple[Tensor, ...]
@@ -85,7 +85,7 @@ class PatchPacks:
         self._sizes = tower.sizes
 
     def tensors(self, num_rows: int, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
-        """Return angles, and where pictures and windows begin; angles and windows where there are any."""
+        """Return angles, and where images and windows begin; angles and windows where there are any."""
         assert isinstance(packed, TowerSeqParams) and packed.cu_seqlens_q is not None
         num_pictures = packed.cu_seqlens_q.shape[0] - 1
         tensors = [] if angles is None else [angles]
@@ -104,7 +104,7 @@ class PatchPacks:
         return TowerSeqParams(**lengths, windows=windows), angles
 
     def samples(self, seen: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Yield blank ones of all sizes, the largest first: one picture, in full windows."""
+        """Yield blank ones of all sizes, the largest first: one image, in full windows."""
         num_per_patch = 1 + self._rotates  # hidden states and angles
         room = seen[0][num_per_patch].shape[0] - 1
         shared = [[_blank(x, self._sizes[-1]) for x in sample[:num_per_patch]] for sample in seen]
@@ -114,7 +114,7 @@ class PatchPacks:
             ]
 
     def _starts(self, size: int, room: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield where pictures begin, if one has all patches, and where windows begin."""
+        """Yield where images begin, if one has all patches, and where windows begin."""
         yield torch.tensor([0, *[size] * room], dtype=torch.int32, device=device)
         if self._window:
             indices = torch.arange(self._most_windows(size) + 1, dtype=torch.int32, device=device)
@@ -126,7 +126,7 @@ class PatchPacks:
 
     def describe(self, sample: Sample) -> str:
         """Return what differs between graphs."""
-        return f"{sample[0].shape[0]} patches and up to {sample[1 + self._rotates].shape[0] - 1} pictures"
+        return f"{sample[0].shape[0]} patches and up to {sample[1 + self._rotates].shape[0] - 1} images"
 
 
 def _copy(x: Tensor) -> Tensor:

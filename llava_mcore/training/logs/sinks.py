@@ -163,10 +163,10 @@ class Wandb:
             raise RuntimeError(str(error)) from error
 
     def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None:
-        """Log a table with the pictures. Raises RuntimeError as `write`."""
+        """Log a table with the images. Raises RuntimeError as `write`."""
         import wandb
 
-        table = wandb.Table(columns=["picture", "question", "expected", "answer"])
+        table = wandb.Table(columns=["image", "question", "expected", "answer"])
         for example in examples:
             image = None if example.picture is None else wandb.Image(decode_image(example.picture))
             table.add_data(image, example.record.question, example.record.reference, example.record.answer)

@@ -49,7 +49,7 @@ _NORM = "language_model.model.norm.weight"
 
 
 def _linked(kind: bytes, target: str) -> object:
-    """Return what makes one picture of a shard a link."""
+    """Return what makes one image of a shard a link."""
 
     def arrange(sandbox: Sandbox) -> None:
         from tests.helpers.shards import jpeg, prepare

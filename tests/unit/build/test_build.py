@@ -305,7 +305,7 @@ def test_every_flag_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_an_internvl_folder_of_any_language_model(
     build_tiny: Any, tiny_parts: Any, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Parts exact, pictures as its own processor expands them, and logits of the parallel model are its own."""
+    """Parts exact, images as its own processor expands them, and logits of the parallel model are its own."""
     text, vision = tiny_parts(kind, tie=True), tiny_parts("internvit")
     out = build_tiny(text, vision, connector="pixel_shuffle")
     model = InternVLForConditionalGeneration.from_pretrained(out).eval()

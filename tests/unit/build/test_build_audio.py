@@ -139,10 +139,10 @@ def test_an_encoder_alone_is_enough(built: Path, whisper: Path, text: Path, tmp_
 
 
 REFUSED: dict[str, tuple[list[str], Any, str]] = {
-    "flags for pictures": (
+    "flags for images": (
         ["--image-size", "56", "--connector", "mlp"],
         None,
-        "which has no pictures: omit --connector, --image-size",
+        "which has no images: omit --connector, --image-size",
     ),
     "not Whisper": ([], lambda c: c.update(model_type="wav2vec2"), "model_type is 'wav2vec2'; the supported audio"),
     "dropout": ([], lambda c: c.update(dropout=0.1), "audio_config.dropout = 0.1 is not supported"),

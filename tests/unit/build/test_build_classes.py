@@ -1,4 +1,4 @@
-"""build --architecture: LLaVA-NeXT and LLaVA-OneVision of any tower and language model, pictures of any size."""
+"""build --architecture: LLaVA-NeXT and LLaVA-OneVision of any tower and language model, images of any size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLASSES: dict[str, tuple[Any, Any, Any]] = {
 TOWERS = ("clip", "siglip", "dinov2")
 PAIRS = [(name, tower) for name in CLASSES for tower in TOWERS]
 SIZES = ((131, 57), (40, 300), (56, 56), (7, 9), (500, 333))
-"""Heights and widths of pictures."""
+"""Heights and widths of images."""
 QUESTION = "<image>\nWhat is this?"
 
 
@@ -52,7 +52,7 @@ def picture(size: tuple[int, int]) -> Image.Image:
 @pytest.mark.parametrize(("name", "tower"), PAIRS)
 @torch.inference_mode()
 def test_pictures_of_any_size(build_tiny: Any, tiny_parts: Any, name: str, tower: str) -> None:
-    """Processor, model and our loader agree on every picture."""
+    """Processor, model and our loader agree on every image."""
     out = build_tiny(vision=tiny_parts(tower), architecture=name)
     model, processor, assets = load(out), AutoProcessor.from_pretrained(out), load_assets(out)
     assert (type(model), type(processor), type(processor.image_processor)) == CLASSES[name]
@@ -71,7 +71,7 @@ def test_pictures_of_any_size(build_tiny: Any, tiny_parts: Any, name: str, tower
 @pytest.mark.parametrize("name", CLASSES)
 @torch.inference_mode()
 def test_several_pictures_and_none(build_tiny: Any, name: str) -> None:
-    """The processor's tokens are those of our plan, and logits are finite with and without pictures."""
+    """The processor's tokens are those of our plan, and logits are finite with and without images."""
     out = build_tiny(architecture=name)
     model, processor, assets = load(out), AutoProcessor.from_pretrained(out), load_assets(out)
     given = [[picture(size) for size in SIZES[:2]]] if name == "llava_onevision" else [picture(x) for x in SIZES[:2]]
@@ -79,7 +79,7 @@ def test_several_pictures_and_none(build_tiny: Any, name: str) -> None:
     expected = sum(len(tokens) for tokens in assets.plan.tokens(SIZES[:2]))
     assert (batch["input_ids"] == model.config.image_token_id).sum() == expected
     assert model(**batch).logits.isfinite().all()
-    assert model(**processor(text="no picture", return_tensors="pt")).logits.isfinite().all()
+    assert model(**processor(text="no image", return_tensors="pt")).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("tower", TOWERS)
@@ -103,7 +103,7 @@ def test_videos_pass_through_onevision(build_tiny: Any, tiny_parts: Any, tower: 
 @pytest.mark.parametrize(("name", "tower"), PAIRS)
 @torch.inference_mode()
 def test_tiles_look_like_the_towers_own_pictures(build_tiny: Any, tiny_parts: Any, name: str, tower: str) -> None:
-    """A picture of a tile's size is not resized: base view and own processing are the same, bit by bit."""
+    """An image of a tile's size is not resized: base view and own processing are the same, bit by bit."""
     source = tiny_parts(tower)
     out = build_tiny(vision=source, architecture=name)
     own, images = AutoImageProcessor.from_pretrained(source), AutoImageProcessor.from_pretrained(out)
@@ -191,7 +191,7 @@ def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFix
     assert "invalid choice: 'llava_video' (choose from" in capsys.readouterr().err
     assert main([*argv, "llava_next"]) == 0
     said = capsys.readouterr().out
-    assert "16 tokens per tile, about 88 for a picture with the largest grid" in said and "image_newline" in said
+    assert "16 tokens per tile, about 88 for an image with the largest grid" in said and "image_newline" in said
     argv[1] = str(tmp_path / "onevision")
     assert main([*argv, "llava_onevision"]) == 0
-    assert "for a picture with the largest grid, 4 per frame of a video" in capsys.readouterr().out
+    assert "for an image with the largest grid, 4 per frame of a video" in capsys.readouterr().out

@@ -71,7 +71,7 @@ VISION_FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         _remove("preprocessor_config.json"),
         "image processor cannot be read(.|\n)*--image-processor",
     ),
-    "pictures of another size": (lambda f: save_image_processor(f, "clip", 28), r"\(3, 28, 28\).*\(3, 56, 56\)"),
+    "images of another size": (lambda f: save_image_processor(f, "clip", 28), r"\(3, 28, 28\).*\(3, 56, 56\)"),
     "another family": (lambda f: _edit(f, model_type="vit"), "'vit'; supported vision models: clip, siglip"),
     "more layers than weights": (lambda f: _edit(f, num_hidden_layers=4), "lacks weights(.|\n)*layers.3"),
 }
@@ -109,7 +109,7 @@ OPTION_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "transformers; --vision-model .* is 'clip_vision_model'",
     ),
     "no whole patches": ({"image_size": 60}, r"--image-size 60: .* patches of 14 px; the nearest are 56 and 70"),
-    "no picture": ({"image_size": -14}, "--image-size -14: .* the smallest is 14"),
+    "no image": ({"image_size": -14}, "--image-size -14: .* the smallest is 14"),
     "too large": (
         {"image_size": 14_000},
         r"--image-size 14000: .* take 1,000,001 tokens, .* 512 positions .* take a smaller size",
@@ -135,7 +135,7 @@ SHUFFLE_FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a grid of 5": (
         {"image_size": 70},
         {},
-        "--connector pixel_shuffle: 25 features of a picture do not form a square",
+        "--connector pixel_shuffle: 25 features of an image do not form a square",
     ),
     "the class token": ({}, {"vision_feature_select_strategy": "full"}, "'full' leaves the class token among"),
     "two layers": ({}, {"expand_projector": True}, r"vision_feature_layer = \[-1, -3\]: InternVL reads one layer"),
@@ -157,7 +157,7 @@ def test_what_the_shuffle_cannot_read_needs_no_weights(build_tiny: Any, tmp_path
 def test_a_size_that_the_image_processor_cannot_make(build_tiny: Any, tmp_path: Path) -> None:
     source = save_vision(tmp_path / "tower", "siglip")
     SiglipImageProcessor(size={"height": 60, "width": 60}, do_resize=False).save_pretrained(source)
-    with pytest.raises(ConversionError, match=r"makes pictures of shape .*, but the tower takes \(3, 84, 84\)"):
+    with pytest.raises(ConversionError, match=r"makes images of shape .*, but the tower takes \(3, 84, 84\)"):
         build_tiny(vision=source, image_size=84)
 
 

@@ -1,4 +1,4 @@
-"""build --connector perceiver: Idefics2 of any SigLIP and language model, pictures of any size."""
+"""build --connector perceiver: Idefics2 of any SigLIP and language model, images of any size."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_parts_are_the_sources(build_tiny: Any, tiny_parts: Any, text: str, whol
 
 
 def test_it_trains_here_and_goes_back(build_tiny: Any, tiny_parts: Any, tmp_path: Path) -> None:
-    """Logits and gradients of pictures of several sizes are transformers', the folder comes back bit for bit."""
+    """Logits and gradients of images of several sizes are transformers', the folder comes back bit for bit."""
     folder = build_tiny(tiny_parts("qwen2", tie=True), tiny_parts("siglip"), vocab_size_padding=True, **PERCEIVER)
     assert_the_processors_tokens(folder, load_assets(folder), SIZES)
     turns = (Turn("user", "<image>\nWhat? <image>"), Turn("assistant", "This."))
@@ -104,5 +104,5 @@ def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFix
     argv += ["--vision-model", str(tiny_parts("siglip"))]
     assert main([*argv, "--architecture", "idefics2"]) == 0
     said = capsys.readouterr().out
-    assert "64 tokens per picture" in said and "idefics2_vision: 3 layers x 64, 60 px" in said
+    assert "64 tokens per image" in said and "idefics2_vision: 3 layers x 64, 60 px" in said
     assert "64 -> 128 -> 64" in said

@@ -1,4 +1,4 @@
-"""build --architecture idefics3 and smolvlm: any SigLIP and language model, pictures split into tiles."""
+"""build --architecture idefics3 and smolvlm: any SigLIP and language model, images split into tiles."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_parts_are_the_sources(build_tiny: Any, tiny_parts: Any, name: str, text
 
 @by_class
 def test_tokens_and_tiles(build_tiny: Any, tiny_parts: Any, name: str) -> None:
-    """Each mark is one token that the model has, tiles are normalized as the tower's own pictures are."""
+    """Each mark is one token that the model has, tiles are normalized as the tower's own images are."""
     source = tiny_parts("siglip")
     out = build_tiny(tiny_parts("llama", vocab_size=352), source, architecture=name)
     model, processor = load(out), AutoProcessor.from_pretrained(out)
@@ -174,7 +174,7 @@ ROUNDED = next(side for side in range(2, 41, 2) if not is_plain_grid(side))
         ("siglip", {"vision_feature_layers": (-2,)}, "reads the tower's last layer: omit"),
         ("siglip", {"expand_projector": True}, "reads the tower's last layer: omit"),
         ("siglip", {"connector": "perceiver"}, "has the connector pixel_shuffle; --connector perceiver does not fit"),
-        ("siglip", {"image_size": 70}, "--connector pixel_shuffle: 25 features of a picture do not form a square"),
+        ("siglip", {"image_size": 70}, "--connector pixel_shuffle: 25 features of an image do not form a square"),
         ("siglip", {"image_size": 14 * ROUNDED}, "make a grid of .* transformers rounds some to the positions of"),
     ],
 )
@@ -199,5 +199,5 @@ def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFix
     argv += ["--vision-model", str(tiny_parts("siglip")), "--connector", "pixel_shuffle", "--architecture", name]
     assert main(argv) == 0
     said = capsys.readouterr().out
-    assert "4 tokens per tile, about 68 for a picture with the largest grid" in said
+    assert "4 tokens per tile, about 68 for an image with the largest grid" in said
     assert f"{name}_vision: 3 layers x 64, 60 px" in said and "256 -> 64" in said

@@ -82,7 +82,7 @@ def test_the_towers_own_size(build_tiny: Any, tiny_parts: Any, tmp_path: Path) -
 
 @torch.inference_mode()
 def test_a_crop_and_another_dtype(build_tiny: Any, tmp_path: Path) -> None:
-    """As facebook/dinov2-base is: pictures are made a little larger and cut. At the new size all is kept."""
+    """As facebook/dinov2-base is: images are made a little larger and cut. At the new size all is kept."""
     source = save_vision(tmp_path / "tower", "clip")
     BitImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 56, "width": 56}).save_pretrained(source)
     out = build_tiny(vision=source, image_size=84, dtype="bfloat16")
@@ -106,4 +106,4 @@ def test_command_line(tiny_parts: Any, tmp_path: Path, capsys: pytest.CaptureFix
     assert "the nearest are 98 and 112" in capsys.readouterr().err
     assert main([*argv, "--image-size", "98"]) == 0
     said = capsys.readouterr().out
-    assert "positions: those for 56 px, interpolated to --image-size 98 px" in said and "49 tokens per picture" in said
+    assert "positions: those for 56 px, interpolated to --image-size 98 px" in said and "49 tokens per image" in said

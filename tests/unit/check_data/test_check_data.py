@@ -39,7 +39,7 @@ TALK_PARTS: dict[str, Any] = {"json": TALK} | {f"{i}.jpg": picture() for i in ra
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards: good samples; one broken among ten; conversations with several pictures."""
+    """Three shards: good samples; one broken among ten; conversations with several images."""
     folder = tmp_path_factory.mktemp("data")
     write_tar(folder / "000000.tar", {f"a{i}": GOOD for i in range(6)})
     write_tar(folder / "000001.tar", {f"b{i}": GOOD | ({"0.jpg": b""} if i == 7 else {}) for i in range(10)})
@@ -94,7 +94,7 @@ def test_number_of_broken_samples_decides(dataset: Path, hf: Path, capsys: pytes
     assert check(dataset, hf, "--max-skip-rate", "0.04") == 2
     out = capsys.readouterr().out
     assert "do not train: 1 of 20 samples would be left out, more than --max-skip-rate 0.04" in out.splitlines()[-1]
-    assert "1 would be left out: the picture cannot be decoded (0 bytes): no known format" in out
+    assert "1 would be left out: the image cannot be decoded (0 bytes): no known format" in out
     assert f"    {dataset}: shard 000001.tar, sample b7\n" in out
 
 
@@ -111,16 +111,16 @@ def test_more_patches_than_the_budget_are_left_out(
     """They are listed as what is too long is, and a pack is filled up to both budgets, as in training."""
     each = assets.plan.patches_per_tile
     free = report(dataset, hf, tmp_path, "--max-skip-rate", "0.05")
-    expected = {"p50": each, "p99": 3 * each, "max": 3 * each, "unit": "patches of pictures and frames"}
+    expected = {"p50": each, "p99": 3 * each, "max": 3 * each, "unit": "patches of images and frames"}
     assert free["media_tokens_per_sample"] == expected and free["max_media_tokens"] is None
     capsys.readouterr()
     found = report(dataset, hf, tmp_path, "--max-media-tokens", str(2 * each))
     reasons = {group["count"]: group["reason"] for group in found["groups"]}
-    assert f"{3 * each} patches of pictures and frames, but data.max_media_tokens is {2 * each}" in reasons[4]
+    assert f"{3 * each} patches of images and frames, but data.max_media_tokens is {2 * each}" in reasons[4]
     assert found["left_out"] == 5 and found["media_tokens_per_sample"] == expected
     assert found["packing"]["fill"] < free["packing"]["fill"]
     out = capsys.readouterr().out
-    assert f"patches of pictures and frames per sample (data.max_media_tokens): p50 {each}  p99 {3 * each}  max" in out
+    assert f"patches of images and frames per sample (data.max_media_tokens): p50 {each}  p99 {3 * each}  max" in out
     short = num_tokens(assets, dict(GOOD))
     fill = min(2, 128 // short) * short / 128
     assert f"packs of --seq-length 128 and --max-media-tokens {2 * each}: {fill:.1%} full with --packing" in out
@@ -129,8 +129,8 @@ def test_more_patches_than_the_budget_are_left_out(
 def test_budgets_that_no_picture_fits_are_refused(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(dataset, hf, "--seq-length", "16", "--max-media-tokens", "3") == 2
     error = capsys.readouterr().err
-    assert "data.seq_length is 16, but a picture alone has at least 16 tokens" in error
-    assert "data.max_media_tokens is 3, but the smallest picture has 16 patches" in error
+    assert "data.seq_length is 16, but an image alone has at least 16 tokens" in error
+    assert "data.max_media_tokens is 3, but the smallest image has 16 patches" in error
 
 
 def test_processes_do_not_change_the_report(dataset: Path, hf: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_shows_as_many_as_asked_for(dataset: Path, hf: Path, capsys: pytest.Capt
 
 
 def test_shown_samples_are_of_different_kinds(dataset: Path, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten conversations with one picture come before the first with several."""
+    """Ten conversations with one image come before the first with several."""
     check(dataset, hf, "--show", "2")
     first, second = re.findall(r"^sample (\w)\d of", capsys.readouterr().out, re.MULTILINE)
     assert first in "ab" and second == "c"
@@ -178,7 +178,7 @@ def test_shows_one_sample_by_its_key(dataset: Path, hf: Path, capsys: pytest.Cap
         out = capsys.readouterr().out
         assert "漢字 too.</s>»" in out and "sample c2 of 000002.tar: trained on" in out and "packs" not in out
     assert check(dataset, hf, "--show", "b7") == 2
-    assert re.search(r"sample b7 of 000001\.tar: left out\n.*picture", capsys.readouterr().out)
+    assert re.search(r"sample b7 of 000001\.tar: left out\n.*image", capsys.readouterr().out)
     for key in ("000001.tar/c2", "000000007"):
         assert check(dataset, hf, "--show", key) == 2
         assert f"no sample {key} in the train part of" in capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_model_input_that_does_not_fit_ends_training(dataset: Path, assets: Asse
     wrong = dataclasses.replace(assets, plan=WrongTokens(assets.plan.image_token_id, 16, 16))
     found = Examiner(dataset, wrong, seq_length=64).examine(0, 0)
     assert found.status == "stop" and found.reasons == (
-        "16 placeholders, but 15 features of 1 pictures, videos and sounds",
+        "16 placeholders, but 15 features of 1 images, videos and sounds",
     )
     other_eos = dataclasses.replace(assets, eos_token_id=0)
     assert Examiner(dataset, other_eos, seq_length=64).examine(0, 0).remarks == (

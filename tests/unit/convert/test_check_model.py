@@ -194,7 +194,7 @@ def test_an_import_alone_is_checked_against_its_manifest(
 def test_what_cannot_be_compared_says_so(
     hf: Path, picture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConversionError, match="needs a picture and a processor"):
+    with pytest.raises(ConversionError, match="needs an image and a processor"):
         compare_logits(hf, tmp_path, tmp_path / "none.jpg", tp=1, pp=1)
     available = replace_available(2_000_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)

@@ -134,7 +134,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] *
         ("gemma", "text_config", {"attention_bias": True}, "text_config.attention_bias = true"),
         ("gemma", "vision_config", {"drop_path_rate": 0.1}, "vision_config.drop_path_rate = 0.1 is not supported"),
         ("gemma", "vision_config", {"qkv_bias": False}, "vision_config.qkv_bias = False is not supported"),
-        ("gemma", "vision_config", {"image_size": [56, 42]}, "only square pictures"),
+        ("gemma", "vision_config", {"image_size": [56, 42]}, "only square images"),
         ("gemma", "vision_config", {"model_type": "siglip2_vision_model"}, "NaFlex"),
         ("phi", "text_config", {"resid_pdrop": 0.1}, "text_config.resid_pdrop = 0.1"),
         ("phi", "text_config", {"rope_parameters": LONG_ROPE}, "rope_type = 'longrope' is not supported"),

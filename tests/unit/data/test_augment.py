@@ -62,7 +62,7 @@ def transforms(*entries: dict[str, Any]) -> tuple[TransformConfig, ...]:
 
 
 def pictures(batches: list[Batch]) -> dict[str, list[Tensor]]:
-    """Return the pixels of each sample's only picture, in the order in which it was read."""
+    """Return the pixels of each sample's only image, in the order in which it was read."""
     by_key = defaultdict(list)
     for batch in batches:
         for key, pixels in zip(batch.sample_keys, batch.media["pixel_values"], strict=True):
@@ -71,7 +71,7 @@ def pictures(batches: list[Batch]) -> dict[str, list[Tensor]]:
 
 
 def test_off_by_default(dataset: Path, assets: Assets) -> None:
-    """Without transforms, pictures are those of the processor."""
+    """Without transforms, images are those of the processor."""
     assert DataConfig().augment == ()
     plain = take(open_loader(dataset, assets), 30)
     assert_equal(take(open_loader(dataset, assets, augment=()), 30), plain)
@@ -167,14 +167,14 @@ def test_global_random_numbers_are_left_alone(dataset: Path, assets: Assets) -> 
     before = torch.get_rng_state()
     take(open_loader(dataset, assets, augment=JITTER), 3)
     assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(DataError, match="GaussianBlur cannot be applied to a picture of 2 x 1 pixels"):
+    with pytest.raises(DataError, match="GaussianBlur cannot be applied to an image of 2 x 1 pixels"):
         blur = Augmentation(transforms({"name": "GaussianBlur", "kernel_size": 5}))
         blur(torch.zeros(3, 1, 2, dtype=torch.uint8), ImageKey(0, 0, "a", 0, 0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_number_of_threads_changes_nothing() -> None:
-    """Contrast is relative to a mean over the picture, whose rounding depends on how threads share the sum."""
+    """Contrast is relative to a mean over the image, whose rounding depends on how threads share the sum."""
     augmentation = Augmentation(transforms({"name": "ColorJitter", "contrast": 0.5, "saturation": 0.5}))
     pixels = v2.functional.pil_to_tensor(noise(1201, 907))
     before, results = torch.get_num_threads(), []
@@ -198,7 +198,7 @@ def test_every_part_of_the_key_matters(field: int) -> None:
 
 
 def test_transforms_see_the_decoded_picture(assets: Assets) -> None:
-    """All ways of preprocessing: the processor gets what the transform returned of the upright uint8 RGB picture."""
+    """All ways of preprocessing: the processor gets what the transform returned of the upright uint8 RGB image."""
     buffer = io.BytesIO()
     noise(70, 50).save(buffer, "PNG")
     seen = []
@@ -277,7 +277,7 @@ def test_all_problems_at_once() -> None:
         "(9 problems)",
         "data.augment.0: torchvision 0.",
         "has no transform 'ColourJitter' (did you mean ColorJitter?)",
-        "data.augment.1: Resize is refused: it changes the size of a picture, but tokens are counted",
+        "data.augment.1: Resize is refused: it changes the size of an image, but tokens are counted",
         "data.augment.2: Compose is refused: it takes other transforms or code",
         "data.augment.3 (ColorJitter): ColorJitter.__init__() got an unexpected keyword argument 'bright'",
         "its arguments: brightness, contrast, saturation, hue",
@@ -292,9 +292,9 @@ def test_all_problems_at_once() -> None:
 
 
 def test_a_run_without_pictures_refuses_it(dataset: Path, assets: Assets) -> None:
-    refused = {"<image>": "the model does not support pictures", "<video>": "nor videos"}
+    refused = {"<image>": "the model does not support images", "<video>": "nor videos"}
     mute = Assets(**{name: getattr(assets, name) for name in Assets.__dataclass_fields__} | {"refused": refused})
-    with pytest.raises(ConfigError, match=r"data\.augment has no effect: the model does not support pictures; omit it"):
+    with pytest.raises(ConfigError, match=r"data\.augment has no effect: the model does not support images; omit it"):
         open_loader(dataset, mute, augment=JITTER)
 
 
@@ -302,7 +302,7 @@ def test_moved_content_is_warned_of(dataset: Path, assets: Assets, caplog: pytes
     open_loader(dataset, assets, augment=[{"name": "ColorJitter"}])
     assert "moves" not in caplog.text
     open_loader(dataset, assets, augment=JITTER)
-    assert "data.augment: RandomHorizontalFlip moves what is in a picture, but the text stays" in caplog.text
+    assert "data.augment: RandomHorizontalFlip moves what is in an image, but the text stays" in caplog.text
 
 
 def test_a_size_that_changes_later_ends_the_run(dataset: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_a_size_that_changes_later_ends_the_run(dataset: Path, assets: Assets, m
 
     monkeypatch.setattr(v2.ColorJitter, "transform", shrunk)
     loader = open_loader(dataset, assets, augment=JITTER)
-    with pytest.raises(DataError, match=r"ColorJitter makes torch.uint8 \[3, 59, 80\] of a picture of 80 x 60 pixels"):
+    with pytest.raises(DataError, match=r"ColorJitter makes torch.uint8 \[3, 59, 80\] of an image of 80 x 60 pixels"):
         take(loader, 1)
 
 

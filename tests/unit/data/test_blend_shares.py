@@ -150,7 +150,7 @@ def test_wrong_weights_are_named_together(root: Path, assets: Assets) -> None:
 
 def test_sorted_data_comes_mixed(assets: Assets, tmp_path: Path) -> None:
     """Short samples first, long ones after: packs have both, and every sample is seen as often as any other."""
-    long = {"question": "Which digit is in this picture? " * 4}
+    long = {"question": "Which digit is in this image? " * 4}
     samples = [vqa_sample(i, **({} if i < 80 else {"json": long})) for i in range(160)]
     write_shard(tmp_path / "000000.tar", samples)
     prepare(tmp_path)

@@ -1,4 +1,4 @@
-"""The budgets of a pack beside the smallest and the largest picture or sound, for every kind of plan."""
+"""The budgets of a pack beside the smallest and the largest image or sound, for every kind of plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.tiny_qwen import PATCH, make_hf_qwen
 from tests.unit.data.test_data_loader import open_loader
 
 AREA = (2 * PATCH) ** 2
-"""Pixels of a token of the tiny Qwen-VL, whose pictures have 4 to 64 tokens."""
+"""Pixels of a token of the tiny Qwen-VL, whose images have 4 to 64 tokens."""
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "llava": make_hf_llava,
     "llava_next": lambda folder: make_hf_llava(folder, architecture="llava_next"),
@@ -86,12 +86,12 @@ def test_what_fits_is_neither_refused_nor_warned_of(folders: dict[str, Path]) ->
 
 
 def test_the_advice_is_enough(folders: dict[str, Path]) -> None:
-    """Pictures that are resized to the area of the message fit, those of one token more would not."""
+    """Images that are resized to the area of the message fit, those of one token more would not."""
     folder = folders["qwen2_5_vl"]
     data = DataConfig(seq_length=41, max_media_tokens=120, on_too_long="truncate")
     assert warnings_of_large_media(data, load_assets(folder)) == [
-        "with --max-pixels 9216 pictures may have up to 64 tokens, but data.seq_length is 41; and 256 patches of "
-        "pictures and frames, but data.max_media_tokens is 120: samples are truncated before larger ones; set "
+        "with --max-pixels 9216 images may have up to 64 tokens, but data.seq_length is 41; and 256 patches of "
+        "images and frames, but data.max_media_tokens is 120: samples are truncated before larger ones; set "
         f"--max-pixels to at most {30 * AREA}, or raise --seq-length or data.max_media_tokens"
     ]
     for budgets, fitting in (({}, 40), ({"max_media_tokens": 120}, 30)):
@@ -106,7 +106,7 @@ def test_a_minimum_that_does_not_fit_is_refused(folders: dict[str, Path]) -> Non
     check_budgets(DataConfig(seq_length=21, max_media_tokens=80), assets)
     with pytest.raises(ConfigError, match=r"has at least 20 tokens: set .*, or lower --min-pixels \(2880\)"):
         check_budgets(DataConfig(seq_length=20), assets)
-    with pytest.raises(ConfigError, match="is 79, but the smallest picture has 80 patches"):
+    with pytest.raises(ConfigError, match="is 79, but the smallest image has 80 patches"):
         check_budgets(DataConfig(seq_length=21, max_media_tokens=79), assets)
 
 
@@ -114,7 +114,7 @@ def test_training_and_check_warn(
     folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folders["qwen2_5_vl"]
-    said = "with --max-pixels 9216 pictures may have up to 64 tokens, but data.seq_length is 60: samples with"
+    said = "with --max-pixels 9216 images may have up to 64 tokens, but data.seq_length is 60: samples with"
     with caplog.at_level(logging.WARNING):
         open_loader(good(tmp_path / "data"), load_assets(folder), seq_length=60).close()
         assert caplog.text.count(said) == 1

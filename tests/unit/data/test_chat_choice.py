@@ -107,8 +107,8 @@ def test_an_eos_that_only_training_adds_is_told(without: Path, caplog: pytest.Lo
         ("nowhere.jinja", "--chat-template nowhere.jinja: cannot be read: .*No such file"),
         ("{tmp}/latin.jinja", "latin.jinja: cannot be read: .*codec"),
         ("{tmp}", "cannot be read: .*is a folder"),
-        ("{tmp}/open.jinja", "open.jinja.*cannot render a question about a picture"),
-        ("{tmp}/silent.jinja", "silent.jinja.*the question, its picture or the answer is missing"),
+        ("{tmp}/open.jinja", "open.jinja.*cannot render a question about an image"),
+        ("{tmp}/silent.jinja", "silent.jinja.*the question, its image or the answer is missing"),
     ],
 )
 def test_choices_that_cannot_be(folder: Path, tmp_path: Path, choice: str, message: str) -> None:

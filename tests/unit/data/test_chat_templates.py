@@ -85,9 +85,9 @@ PUBLISHED: dict[str, tuple[str, str, str, str]] = {
 }
 
 CONVERSATIONS: dict[str, list[Turn]] = {
-    "one picture": [Turn("user", f"{IMAGE_MARK}\nWhat is this?"), Turn("assistant", "A small red house.")],
+    "one image": [Turn("user", f"{IMAGE_MARK}\nWhat is this?"), Turn("assistant", "A small red house.")],
     "text only": [Turn("user", "Is it even?"), Turn("assistant", "no, it is 7.")],
-    "several turns and pictures": [
+    "several turns and images": [
         SYSTEM,
         Turn("user", f"{IMAGE_MARK}\n{IMAGE_MARK}\nWhich digit is shown?"),
         Turn("assistant", "seven and seven"),
@@ -134,7 +134,7 @@ def answers(name: str, turns: list[Turn], eos: str) -> str:
 
 
 def assert_hugging_faces(tokenizer: PreTrainedTokenizerFast, format_: ChatFormat, turns: list[Turn]) -> None:
-    """Ids and mask equal apply_chat_template's, token for token, every picture standing as its N placeholders."""
+    """Ids and mask equal apply_chat_template's, token for token, every image standing as its N placeholders."""
     found = encoded(format_, turns, num_images=num_images(turns))
     expanded = [Turn(t.role, t.text.replace(IMAGE_MARK, IMAGE_MARK * N)) for t in turns]
     expected = tokenizer.apply_chat_template(

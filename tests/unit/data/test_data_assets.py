@@ -1,4 +1,4 @@
-"""What is loaded of a Hugging Face folder, pictures as its processor makes them, and everything that may be wrong."""
+"""What is loaded of a Hugging Face folder, images as its processor makes them, and everything that may be wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assets(folder: Path) -> Assets:
 
 
 def photos() -> list[bytes]:
-    """Real photographs, and pictures of every mode, shape and size."""
+    """Real photographs, and images of every mode, shape and size."""
     found = []
     for photo in load_sample_images().images:
         buffer = io.BytesIO()
@@ -98,17 +98,15 @@ def test_processor_that_does_not_normalize(copy: Path) -> None:
     assert torch.equal(normalized(assets, [picture(7)]), theirs["pixel_values"])
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"no picture", picture(0)[:400], picture(0, "PNG")[:60], picture(0, "PNG")[:-30]]
-)
+@pytest.mark.parametrize("data", [b"", b"no image", picture(0)[:400], picture(0, "PNG")[:60], picture(0, "PNG")[:-30]])
 def test_broken_pictures(data: bytes, assets: Assets) -> None:
-    """A picture that cannot be decoded is a DataError with its size in bytes."""
-    with pytest.raises(DataError, match=f"the picture cannot be decoded \\({len(data)} bytes\\)"):
+    """An image that cannot be decoded is a DataError with its size in bytes."""
+    with pytest.raises(DataError, match=f"the image cannot be decoded \\({len(data)} bytes\\)"):
         tiles(assets.images, [data])
 
 
 def test_decompression_bomb(assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture beyond Pillow's limit is refused."""
+    """An image beyond Pillow's limit is refused."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DataError, match="decompression bomb"):
         tiles(assets.images, [picture(0)])
@@ -174,13 +172,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another strategy": (
         lambda p: _edit(p / "processor_config.json", lambda c: c.update(vision_feature_select_strategy="full")),
-        "give 17 tokens per picture, but .* gives 16 features",
+        "give 17 tokens per image, but .* gives 16 features",
     ),
-    "another picture size": (
+    "another image size": (
         lambda p: _edit(
             p / "processor_config.json", lambda c: c["image_processor"].update(crop_size={"height": 42, "width": 42})
         ),
-        "pictures of 3 x 42 x 42, but the vision tower takes 3 x 56 x 56",
+        "images of 3 x 42 x 42, but the vision tower takes 3 x 56 x 56",
     ),
 }
 

@@ -217,7 +217,7 @@ def test_answer_with_the_eos_text_in_it_is_learnt_whole() -> None:
 
 
 def test_every_turn_and_every_picture() -> None:
-    """Every answer is trained, and every picture has its tokens at its place."""
+    """Every answer is trained, and every image has its tokens at its place."""
     processor, format_ = processor_and_format("byte level", "marks with EOS")
     turns = [
         Turn("user", f"{IMAGE_MARK}\n{IMAGE_MARK}\nCompare."),
@@ -237,7 +237,7 @@ def test_every_turn_and_every_picture() -> None:
 @pytest.mark.parametrize(("text", "num_images"), [("none", 1), (f"{IMAGE_MARK} {IMAGE_MARK}", 1), (IMAGE_MARK, 0)])
 def test_marks_must_match_pictures(text: str, num_images: int) -> None:
     _, format_ = processor_and_format("byte level", "marks with EOS")
-    with pytest.raises(DataError, match=f"{text.count(IMAGE_MARK)} <image> .* {num_images} pictures"):
+    with pytest.raises(DataError, match=f"{text.count(IMAGE_MARK)} <image> .* {num_images} images"):
         encoded(format_, [Turn("user", text), Turn("assistant", "yes")], num_images=num_images)
 
 

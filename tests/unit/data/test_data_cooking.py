@@ -23,7 +23,7 @@ def message(role: str, text: str) -> dict[str, str]:
 
 
 def test_conversation_with_pictures_anywhere() -> None:
-    """Pictures are taken in the order of their numbers, wherever the text has them."""
+    """Images are taken in the order of their numbers, wherever the text has them."""
     messages = [
         message("system", "Be brief."),
         message("user", "Compare <image> and <image>."),
@@ -81,7 +81,7 @@ def test_broken_samples(json: Any, reason: str) -> None:
 
 def test_picture_parts_that_have_no_order() -> None:
     messages = {"messages": [message("user", "<image><image>"), ASSISTANT]}
-    with pytest.raises(DataError, match=r"several pictures must be numbered .* found the parts \['jpg', 'png'\]"):
+    with pytest.raises(DataError, match=r"several images must be numbered .* found the parts \['jpg', 'png'\]"):
         cook_chat(raw(messages, jpg=b"x", png=b"y"))
 
 
@@ -96,7 +96,7 @@ def test_picture_parts_that_have_no_order() -> None:
     ],
 )
 def test_question_from_a_pool(sample: dict[str, Any]) -> None:
-    """A sample without a question gets one from the pool, after its picture."""
+    """A sample without a question gets one from the pool, after its image."""
     (found,) = cook_chat(sample).conversations
     prompt = POOLS["caption"]["en"][0]
     assert with_prompt(found.turns, prompt) == (Turn("user", f"<image>\n{prompt}"), Turn("assistant", "a"))
@@ -116,7 +116,7 @@ def clip(*names: str, fps: Any = None) -> Any:
 
 
 def test_frames_are_parts_that_are_no_pictures() -> None:
-    """Frames go by their names, in the order listed, and may come twice; the other parts are the pictures."""
+    """Frames go by their names, in the order listed, and may come twice; the other parts are the images."""
     messages = [message("user", "<video> <image>"), ASSISTANT, message("user", "<image><video>"), ASSISTANT]
     about = {"messages": messages, "videos": [clip("v.b.jpg", "v.a.jpg", "v.b.jpg"), clip("7.png", fps=2)]}
     parts: dict[str, Any] = {"v.a.jpg": b"a", "v.b.jpg": b"b", "7.png": b"c", "3.jpg": b"y", "1.jpg": b"x"}

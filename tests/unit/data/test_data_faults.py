@@ -55,23 +55,23 @@ def too_much_text() -> bytes:
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "broken picture": ({"jpg": b"\xff\xd8 no picture"}, r"the picture cannot be decoded \(13 bytes\)"),
-    "cut picture": ({"jpg": picture(1)[:-100]}, "the picture cannot be decoded .* truncated"),
-    "mistyped EXIF": ({"jpg": mistyped_exif()}, r"the picture cannot be decoded \(\d+ bytes\): bad operand"),
+    "broken image": ({"jpg": b"\xff\xd8 no image"}, r"the image cannot be decoded \(11 bytes\)"),
+    "cut image": ({"jpg": picture(1)[:-100]}, "the image cannot be decoded .* truncated"),
+    "mistyped EXIF": ({"jpg": mistyped_exif()}, r"the image cannot be decoded \(\d+ bytes\): bad operand"),
     "too much text in a PNG": (
         {"jpg": too_much_text()},
-        "the picture cannot be decoded .* Decompressed data too large",
+        "the image cannot be decoded .* Decompressed data too large",
     ),
     "half a character": (question("why \ud83d"), "the text contains an invalid character: .*surrogates"),
-    "no picture": ({"jpg": None}, "jpg"),
+    "no image": ({"jpg": None}, "jpg"),
     "no question": ({"json": {"id": 1}}, "question"),
     "bad json": ({"json": "{"}, "part 'json' cannot be decoded"),
     "no answer": ({"txt": None}, "txt"),
     "empty answer": ({"txt": " \n"}, "the answer must be non-empty text"),
     "not utf-8": ({"txt": b"\xff\xfe\xfa"}, "part 'txt' cannot be decoded: 'utf-8' codec"),
     "question no text": ({"json": {"question": 3}}, "the question must be non-empty text, found 3"),
-    "two marks": (question("<image> or <image>?"), "2 <image> in the conversation, but 1 pictures"),
-    "mark in answer": ({"txt": "an <image>"}, "2 <image> in the conversation, but 1 pictures"),
+    "two marks": (question("<image> or <image>?"), "2 <image> in the conversation, but 1 images"),
+    "mark in answer": ({"txt": "an <image>"}, "2 <image> in the conversation, but 1 images"),
     "too long": (question("why? " * 60), r"the sample has \d+ tokens .* data\.seq_length is 64"),
 }
 
@@ -106,7 +106,7 @@ def test_every_fault_is_left_out_and_named(faulty: Path, assets: Assets, workers
 
 
 def test_one_broken_picture_costs_a_pack_only_its_conversation(assets: Assets, tmp_path: Path) -> None:
-    write_shard(tmp_path / "000000.tar", [vqa_sample(0), vqa_sample(1, jpg=b"no picture"), vqa_sample(2)])
+    write_shard(tmp_path / "000000.tar", [vqa_sample(0), vqa_sample(1, jpg=b"no image"), vqa_sample(2)])
     prepare(tmp_path)
     loader = open_loader(
         tmp_path, assets, shuffle=0, num_streams=1, micro_batch_size=1, packing=True, packing_buffer_size=3,
@@ -116,7 +116,7 @@ def test_one_broken_picture_costs_a_pack_only_its_conversation(assets: Assets, t
     assert "000001" not in batch.sample_keys and {"000000", "000002"} <= set(batch.sample_keys)
     assert next(re.sub(".*: shard", "shard", str(skip)) for skip in batch.skipped) == (
         "shard 000000.tar, sample 000001 (jpg, json, txt), conversation 000001: "
-        "the picture cannot be decoded (10 bytes): no known format"
+        "the image cannot be decoded (8 bytes): no known format"
     )
     check_batch(batch, assets)
 
@@ -239,8 +239,8 @@ def test_other_sample_types_are_refused(tmp_path: Path, assets: Assets) -> None:
 
 
 def test_a_sample_that_is_left_out_in_every_epoch_is_told_once() -> None:
-    skips: list[object] = [Skip("shard 0, sample 3", "no picture"), Skip("shard 1, sample 5", "no question")]
+    skips: list[object] = [Skip("shard 0, sample 3", "no image"), Skip("shard 1, sample 5", "no question")]
     batch = FakeBatch(*[torch.empty(0)] * 4, {}, torch.empty(0), num_tokens=0, sample_keys=[], skipped=skips)
     budget = SkipBudget(0.01)
     budget.report([batch, replace(batch, skipped=skips[:1])])
-    assert list(budget.last) == ["shard 1, sample 5: no question", "shard 0, sample 3: no picture"]
+    assert list(budget.last) == ["shard 1, sample 5: no question", "shard 0, sample 3: no image"]

@@ -369,7 +369,7 @@ def test_one_sample_is_enough(assets: Assets, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One crude dataset with and without pictures, in other formats too, and blends of it."""
+    """One crude dataset with and without images, in other formats too, and blends of it."""
     root = tmp_path_factory.mktemp("mixed")
     samples = [vqa_sample(i, jpg=picture(i) if i % 2 else None) for i in range(12)]
     samples.append(vqa_sample(20, jpg=None, png=picture(20, "PNG", "RGBA"), json={"question": "Is <image> a digit?"}))
@@ -397,7 +397,7 @@ def test_pictures_and_text_mix_in_one_dataset(mixed: Path, assets: Assets) -> No
 
 
 def test_batches_of_text_only(mixed: Path, assets: Assets) -> None:
-    """Batches without pictures have empty pixels and no placeholder."""
+    """Batches without images have empty pixels and no placeholder."""
     for batch in take(open_loader(mixed / "text", assets), 3):
         check_batch(batch, assets)
         assert batch.media["pixel_values"].shape == (0, 3, 56, 56) and batch.media["feature_positions"].shape == (0,)
@@ -451,7 +451,7 @@ def test_packs_keep_to_the_patches_of_the_tower(mixed: Path, assets: Assets) -> 
         loader = open_loader(mixed / "crude", assets, max_media_tokens=limit, **options)
         tiles.append([len(batch.media["pixel_values"]) for batch in take(loader, 12)])
     assert max(tiles[0]) > 2 >= max(tiles[1]) and sum(tiles[1]) > 0
-    with pytest.raises(ConfigError, match=f"max_media_tokens is 3, but the smallest picture has {most // 2} patches"):
+    with pytest.raises(ConfigError, match=f"max_media_tokens is 3, but the smallest image has {most // 2} patches"):
         open_loader(mixed / "crude", assets, max_media_tokens=3)
 
 
@@ -461,8 +461,8 @@ def test_a_picture_larger_than_a_sample_is_refused_at_once(mixed: Path, assets: 
     with pytest.raises(ConfigError) as caught:
         open_loader(mixed / "crude", assets, seq_length=number, max_media_tokens=3)
     assert str(caught.value).splitlines()[1:] == [
-        f"  - data.seq_length is {number}, but a picture alone has at least {number} tokens: set --seq-length to more "
+        f"  - data.seq_length is {number}, but an image alone has at least {number} tokens: set --seq-length to more "
         "than that and the text",
-        f"  - data.max_media_tokens is 3, but the smallest picture has {assets.plan.patches_per_tile} patches of "
-        "pictures and frames: raise or omit it",
+        f"  - data.max_media_tokens is 3, but the smallest image has {assets.plan.patches_per_tile} patches of "
+        "images and frames: raise or omit it",
     ]

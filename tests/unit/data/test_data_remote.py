@@ -255,7 +255,7 @@ def test_incomplete_upload(bucket: Path, store: ObjectStore, configure: Configur
 
 
 def make_lazy(root: Path, store: str, *, spoil: bool = False) -> Path:
-    """A jsonl whose samples name pictures, half with two of them, and the blend that says where these are."""
+    """A jsonl whose samples name images, half with two of them, and the blend that says where these are."""
     (root / "pictures" / "sub").mkdir(parents=True)
     lines = []
     for number in range(16):
@@ -308,11 +308,11 @@ def test_named_pictures_that_are_not_there(assets: Assets, tmp_path: Path) -> No
     reasons = sorted({str(skip.reason) for batch in take(loader, 8) for skip in batch.skipped})
     assert reasons == [
         "\"images\" must be a list of names, found '7.jpg'",
-        "the picture '../secret.jpg' is outside of its store; names must be relative to it",
-        f"the picture 'sub/3.jpg' is not in {tmp_path / 'pictures'}",
+        "the image '../secret.jpg' is outside of its store; names must be relative to it",
+        f"the image 'sub/3.jpg' is not in {tmp_path / 'pictures'}",
     ]
     (tmp_path / "lazy.yaml").write_text(BLEND.split("      -")[0] + "      - {weight: 1, path: talk.jsonl}\n")
-    with pytest.raises(DataError, match=r"names 'sub/15.jpg', but the dataset has no store of pictures \(aux:"):
+    with pytest.raises(DataError, match=r"names 'sub/15.jpg', but the dataset has no store of images \(aux:"):
         next(open_loader(tmp_path / "lazy.yaml", assets, num_streams=1, shuffle=0))
 
 

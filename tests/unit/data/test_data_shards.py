@@ -35,7 +35,7 @@ def vqa_sample(index: int, **parts: Any) -> dict[str, Any]:
     sample = {
         "__key__": f"{index:06d}",
         "jpg": picture(index),
-        "json": {"question": f"Which digit is in picture {index}?"},
+        "json": {"question": f"Which digit is in image {index}?"},
         "txt": f"It is {DIGITS.target[index]}.",
     }
     return {k: v for k, v in (sample | parts).items() if v is not None}

@@ -1,4 +1,4 @@
-"""What is done to be fast changes nothing: decoding without copies, fewer steps per picture, places now and then."""
+"""What is done to be fast changes nothing: decoding without copies, fewer steps per image, places now and then."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_open_shards_keep_no_record_of_what_was_read(dataset: Path, assets: Asse
 
 @pytest.mark.parametrize(("dtype", "ahead"), [(torch.uint8, 2), (torch.float32, 2), (torch.uint8, 4)])
 def test_pixels_stay_in_buffers_until_they_are_taken(dtype: torch.dtype, ahead: int) -> None:
-    """As many as are asked for in advance, however many pictures each has; what does not fit stays with its batch."""
+    """As many as are asked for in advance, however many images each has; what does not fit stays with its batch."""
     buffers = PixelBuffers(5 * 3 * 4 * 4 * dtype.itemsize, ahead)
     values = [torch.arange(k * 48).view(k, 3, 4, 4).to(dtype) for k in (5, 1, 4, 2, 3, 5, 2)]
     waiting: list[tuple[torch.Tensor, Buffered]] = []

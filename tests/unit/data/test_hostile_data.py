@@ -69,7 +69,7 @@ def bomb(width: int, height: int) -> bytes:
 
 
 def eps() -> bytes:
-    """A picture that Pillow would hand to Ghostscript."""
+    """An image that Pillow would hand to Ghostscript."""
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "EPS")
     return buffer.getvalue()
@@ -87,7 +87,7 @@ SAMPLES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "more pixels than Pillow decodes": (pictured(bomb(60_000, 60_000), "0.png"), "pixels"),
     "a large JPEG": (pictured(picture(size=(300, 300))), "300 x 300 pixels; the limit is 10000"),
     "a large sample": (one_sample({"x.bin": bytes(30_000)}), r"the sample has \d+ bytes; the limit is 20000"),
-    "a program instead of a picture": (pictured(eps()), "no known format"),
+    "a program instead of an image": (pictured(eps()), "no known format"),
 }
 
 
@@ -175,7 +175,7 @@ def test_names_of_a_pattern_are_never_more(pattern: str, number: int) -> None:
 
 
 def stored(name: str) -> Callable[[Path], Path]:
-    """Pictures in a folder beside the shards, of which the faulty sample names one that is none."""
+    """Images in a folder beside the shards, of which the faulty sample names one that is none."""
 
     def make(folder: Path) -> Path:
         pictures = odd_files(folder / "pictures")
@@ -249,7 +249,7 @@ def prepared(source: Path, out: Path, *flags: str) -> list[tuple[str, str]]:
 
 
 def odd_files(folder: Path) -> Path:
-    """Pictures that are none."""
+    """Images that are none."""
     folder.mkdir()
     (folder / "good.jpg").write_bytes(picture())
     os.mkfifo(folder / "pipe.jpg")
@@ -263,12 +263,12 @@ def odd_files(folder: Path) -> Path:
 
 
 ODD = {
-    "pipe.jpg": ("picture missing", "is a named pipe, not a regular file"),
-    "zero.jpg": ("picture missing", "is a device, not a regular file"),
-    "loop.jpg": ("picture missing", "Too many levels"),
-    "folder.jpg": ("picture missing", "is a folder, not a regular file"),
+    "pipe.jpg": ("image missing", "is a named pipe, not a regular file"),
+    "zero.jpg": ("image missing", "is a device, not a regular file"),
+    "loop.jpg": ("image missing", "Too many levels"),
+    "folder.jpg": ("image missing", "is a folder, not a regular file"),
     "bomb.png": ("", "30000 x 30000|exceeds limit"),
-    "holes.jpg": ("picture missing", "has 1099511627776 bytes; the limit is 20000"),
+    "holes.jpg": ("image missing", "has 1099511627776 bytes; the limit is 20000"),
 }
 
 

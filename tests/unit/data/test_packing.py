@@ -72,7 +72,7 @@ def test_more_patches_than_a_pack_may_have() -> None:
 
 
 def llava_lengths(number: int) -> list[int]:
-    """Nine of ten samples with one picture of 576 tokens, short and long conversations."""
+    """Nine of ten samples with one image of 576 tokens, short and long conversations."""
     draw = random.Random(3)
     texts = [int(draw.lognormvariate(5, 0.8)) + 8 for _ in range(number)]
     return [min(4096, text + 576 * (draw.random() < 0.9)) for text in texts]
@@ -88,7 +88,7 @@ def test_fill_of_llava_like_lengths() -> None:
 def conversation(
     length: int, *, images: int = 0, trained_from: int = 0, width: int = 3, at: int = 0
 ) -> TokenConversation:
-    """Ids 10, 11, …; pictures of `width` placeholders (id 4) one after the other from `at`."""
+    """Ids 10, 11, …; images of `width` placeholders (id 4) one after the other from `at`."""
     ids = np.arange(10, 10 + length)
     places = np.arange(at, at + images * width)
     ids[places] = 4
@@ -106,7 +106,7 @@ def test_padding_shifts_labels_and_places_pictures() -> None:
     samples = [encoded(conversation(3, trained_from=1)), encoded(conversation(5, images=1, width=2, trained_from=2))]
     batch = collate(samples, seq_length=5, pad_token_id=0, packed=False)
     assert batch.input_ids.tolist() == [[10, 11, 12, 0, 0], [4, 4, 12, 13, 14]]
-    # The first text token after a picture is trained like any other of the answer.
+    # The first text token after an image is trained like any other of the answer.
     assert batch.labels.tolist() == [[11, 12, 0, 0, 0], [0, 12, 13, 14, 0]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [0, 1, 1, 1, 0]]
     assert batch.media["feature_positions"].tolist() == [5, 6]
@@ -141,13 +141,13 @@ def test_truncation_never_cuts_a_picture(images: int, at: int, rest: int, most: 
     assert short.media == whole.media[: len(short.media)] and short.truncated
     if len(short.media) == images:
         assert n == min(most, len(whole))
-    else:  # as much as fits before the picture that did not
+    else:  # as much as fits before the image that did not
         assert n == at + 3 * len(short.media) <= most < n + 3 or n == most
 
 
 @given(st.integers(0, 4), st.integers(0, 9), st.integers(0, 12), st.integers(1, 30), st.integers(1, 20))
 def test_truncation_keeps_to_both_budgets(images: int, at: int, rest: int, most: int, patches: int) -> None:
-    """As much as fits, up to the first picture that exceeds the patches, of which the rest is left out too."""
+    """As much as fits, up to the first image that exceeds the patches, of which the rest is left out too."""
     whole = conversation(at + images * 3 + rest, images=images, at=at)
     each = whole.media[0].tokens.num_patches if images else 0
     short = cut(whole, most, patches)

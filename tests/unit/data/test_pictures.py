@@ -1,4 +1,4 @@
-"""Pictures of every format, mode and orientation: size and pixels as transformers loads them, in every reader."""
+"""Images of every format, mode and orientation: size and pixels as transformers loads them, in every reader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ORIENTATION = 0x0112
 
 
 def pixels_of(mode: str) -> Image.Image:
-    """A picture with colors of all kinds, and with all degrees of transparency if the mode has them."""
+    """An image with colors of all kinds, and with all degrees of transparency if the mode has them."""
     random = np.random.default_rng(7)
     bands = {"RGBA": 4, "LA": 2, "RGB": 3, "CMYK": 4, "L": 1}.get(mode, 3)
     values = random.integers(0, 256, (HEIGHT, WIDTH, bands), dtype=np.uint8)
@@ -99,7 +99,7 @@ def png_chunks(orientation: int) -> dict[str, bytes]:
 
 
 def pictures() -> dict[str, bytes]:
-    """Name -> a picture."""
+    """Name -> an image."""
     tiff = {"LZW TIFF": {"compression": "tiff_lzw"}, "TIFF": {}}
     modes = {
         "JPEG": ("L", "RGB", "CMYK"),
@@ -146,7 +146,7 @@ PICTURES = pictures()
 
 
 def expected(data: bytes) -> Image.Image:
-    """The picture as transformers loads it, on white if it is transparent."""
+    """The image as transformers loads it, on white if it is transparent."""
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     if not upright.has_transparency_data:
         return load_image(Image.open(io.BytesIO(data)))

@@ -135,7 +135,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "empty": (lambda: b"", "wav", r"a sound is empty \(0 bytes\)"),
     "text named .wav": (lambda: b"I said: no sound here.\n" * 9, "wav", "a sound of 207 bytes cannot be opened"),
     "web page named .mp3": (lambda: b"<html>404</html>", "mp3", "a sound of 16 bytes cannot be opened"),
-    "picture named .flac": (lambda: b"\x89PNG\r\n\x1a\n" + bytes(99), "flac", "cannot be opened"),
+    "image named .flac": (lambda: b"\x89PNG\r\n\x1a\n" + bytes(99), "flac", "cannot be opened"),
     "another format": (lambda: encoded(0.5, kind="AIFF"), "wav", "has the format AIFF; supported: wav, flac, mp3, ogg"),
     "cut wav": (lambda: encoded(1.0)[:9000], "wav", "truncated: 32000 bytes of samples, of which 8956 exist"),
     "cut flac": (lambda: encoded(1.0, kind="FLAC")[:9000], "flac", "a sound cannot be decoded"),
@@ -290,7 +290,7 @@ def test_sound_in_a_store_and_listed_parts(assets: Assets, tmp_path: Path) -> No
     batches = take(open_loader(tmp_path / "blend.yaml", assets, num_streams=1, micro_batch_size=1, seq_length=256), 3)
     assert all(batch.media[MEDIA_SEQLENS].tolist() == [25, 50] for batch in batches)
     assert {skip.reason for batch in batches for skip in batch.skipped} == {
-        f"the picture 'gone.mp3' is not in {tmp_path / 'wavs'}",
+        f"the image 'gone.mp3' is not in {tmp_path / 'wavs'}",
         "\"audios\" does not list the part 'c.wav'",
         "\"audios\" must be a list of names, found 'b.wav'",
         "several sounds must be numbered (0.wav, 1.mp3, …), found the parts ['b.wav', 'c.wav']",
@@ -299,7 +299,7 @@ def test_sound_in_a_store_and_listed_parts(assets: Assets, tmp_path: Path) -> No
 
 
 def test_samples_of_another_kind_are_left_out(dataset: Path, assets: Assets, tmp_path: Path) -> None:
-    """Sound for a class that takes pictures, and pictures for one that takes sound."""
+    """Sound for a class that takes images, and images for one that takes sound."""
     make_hf_llava(tmp_path / "llava")
     batches = take(open_loader(dataset, load_assets(tmp_path / "llava"), micro_batch_size=1), 4)
     reasons = {skip.reason for batch in batches for skip in batch.skipped}
@@ -311,7 +311,7 @@ def test_samples_of_another_kind_are_left_out(dataset: Path, assets: Assets, tmp
     write_tar(tmp_path / "data" / "000000.tar", {f"{i}": picture if i % 2 else spoken(0.5) for i in range(6)})
     found = take(open_loader(index(tmp_path / "data"), assets, micro_batch_size=1), 4)
     assert {skip.reason for batch in found for skip in batch.skipped} == {
-        "it has a picture, but Qwen2AudioForConditionalGeneration does not support pictures, only sound"
+        "it has an image, but Qwen2AudioForConditionalGeneration does not support images, only sound"
     }
 
 
@@ -321,7 +321,7 @@ def test_check_counts_sounds(dataset: Path, hf: Path, tmp_path: Path, capsys: py
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["sounds_per_sample"] == {"0": 4, "1": 8, "2": 4} and report["epoch"]["sounds"] == 16
     printed = capsys.readouterr().out
-    assert "sounds per sample: 0: 4, 1: 8, 2: 4" in printed and "pictures per sample" not in printed
+    assert "sounds per sample: 0: 4, 1: 8, 2: 4" in printed and "images per sample" not in printed
     assert "16 sounds" in printed and "<audio \N{MULTIPLICATION SIGN}12>" in printed
 
 

@@ -138,7 +138,7 @@ def test_tokens_of_others_are_ignored(stored: Any, assets: Assets) -> None:
         ({"ids": 5}, "cannot be read"),
         ({"trained": [1]}, "cannot be read"),
         ({"trained": "no"}, "cannot be read"),
-        ({"ids": ""}, "are not those of 1 pictures"),
+        ({"ids": ""}, "are not those of 1 images"),
     ],
 )
 def test_damaged_tokens(change: dict[str, Any], message: str, assets: Assets) -> None:
@@ -192,7 +192,7 @@ def test_check_tokenises_again(data: Path, hf: Path, tmp_path: Path, capsys: pyt
 
 
 def test_other_pixels_than_when_the_tokens_were_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Lengths of pictures depend on them: training says so, and with which flags it would be the same."""
+    """Lengths of images depend on them: training says so, and with which flags it would be the same."""
     make_hf_qwen(tmp_path / "hf", "qwen2_5_vl")
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
@@ -206,5 +206,5 @@ def test_other_pixels_than_when_the_tokens_were_counted(tmp_path: Path, caplog: 
     assert not caplog.records
     warn_of_other_pixels([tmp_path / "out"], other.pixel_ranges)
     (record,) = caplog.records
-    assert "counted with pictures of 576 to 5000 pixels, but this run resizes them to 576 to 9216" in record.message
+    assert "counted with images of 576 to 5000 pixels, but this run resizes them to 576 to 9216" in record.message
     assert "give --min-pixels 576 --max-pixels 5000, or prepare" in record.message

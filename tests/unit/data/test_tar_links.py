@@ -49,7 +49,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes = b"", kind: bytes = tarfil
 
 
 def linked(folder: Path, kind: bytes, target: str, *, first: bool, form: int = tarfile.GNU_FORMAT) -> Path:
-    """Four samples, of which the third has a link for its picture, before or after its json."""
+    """Four samples, of which the third has a link for its image, before or after its json."""
     folder.mkdir(exist_ok=True)
     with tarfile.open(folder / "000000.tar", "w", format=form) as tar:
         for number in range(4):
@@ -122,7 +122,7 @@ def test_prepare_reads_tar_files_the_same_way(
     flags = ["--max-skip-rate", "0.5", "--num-workers", "0"]
     assert prepare_app.main([str(tmp_path / "in" / "000000.tar"), "--out", str(tmp_path / "out"), *flags]) == 0
     skipped = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
-    assert [line["reason"] for line in skipped] == ["picture missing"] * num_skipped
+    assert [line["reason"] for line in skipped] == ["image missing"] * num_skipped
     assert all("000002.0.jpg: it is a" in line["detail"] for line in skipped)
     with tarfile.open(tmp_path / "out" / "000000.tar") as tar:
         pictures = {m.name: tar.extractfile(m).read() for m in tar if m.name.endswith(".jpg")}  # type: ignore[union-attr]

@@ -128,7 +128,7 @@ def test_placeholder_of_another_name_is_text_when_typed() -> None:
     tokenizer.add_tokens(["<picture>"], special_tokens=True)
     format_ = ChatFormat(tokenizer, named_template("vicuna", tokenizer), image_token=IMAGE_MARK)
     assert len(encoded(format_, talk("a <picture>", "b <picture>"), num_images=1).starts) == 1
-    with pytest.raises(DataError, match="2 <image> in the conversation, but 1 pictures"):
+    with pytest.raises(DataError, match="2 <image> in the conversation, but 1 images"):
         encoded(format_, talk("a", "the tag <image> is"), num_images=1)
 
 
@@ -210,7 +210,7 @@ def test_literal_marks_are_counted(hf: Path, tmp_path: Path, capsys: pytest.Capt
     assert prepare_app.main([*command, *flags]) == 0
     said = "4 samples with <video> in the text; it is read as text: the model takes no such media"
     assert said in capsys.readouterr().out
-    assert "1 <image> in the text, but 0 pictures" in (out / "skipped.jsonl").read_text()
+    assert "1 <image> in the text, but 0 images" in (out / "skipped.jsonl").read_text()
     batches = take(open_loader(out, load_assets(hf), num_streams=1, micro_batch_size=4), 1)
     assert not batches[0].skipped and len(batches[0].sample_keys) == 4
     write_tar(tmp_path / "own" / "0.tar", {f"{n}": {"json": row} for n, row in enumerate(rows[:4])})

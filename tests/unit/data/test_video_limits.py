@@ -229,7 +229,7 @@ def test_prepare_can_be_told_the_frames_per_second(
 
 
 def test_shapes_that_the_model_refuses_are_skipped_by_prepare(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A video of one frame (only Qwen3-VL) and a picture of odd proportions; the other rows are written."""
+    """A video of one frame (only Qwen3-VL) and an image of odd proportions; the other rows are written."""
     (tmp_path / "0.png").write_bytes(noise(30, 40))
     (tmp_path / "wide.png").write_bytes(noise(3, 700))
     rows: list[dict[str, Any]] = [TALK | {"videos": [["0.png"] * number]} for number in (1, 2)]
@@ -238,7 +238,7 @@ def test_shapes_that_the_model_refuses_are_skipped_by_prepare(folders: dict[str,
     single = (
         "a video has 1 frame, but Qwen3VLModel needs 2: prepare it with a higher --video-fps, or list the frame twice"
     )
-    wide = "a picture cannot be used: it has 700 x 3 pixels: the longer side may be at most 200 times the shorter one"
+    wide = "an image cannot be used: it has 700 x 3 pixels: the longer side may be at most 200 times the shorter one"
     for name, expected in (("qwen3_vl", [single, wide]), ("qwen2_5_vl", [wide])):
         flags = ["--tokenizer-load-dir", str(folders[name]), "--num-workers", "0", "--max-skip-rate", "1"]
         flags.append("--keep-order")

@@ -103,7 +103,7 @@ def test_tokens_and_features_of_ten_thousand_shapes() -> None:
 
 
 def test_ids_and_pixels_are_hugging_faces(hf: Path, assets: Assets) -> None:
-    """Pictures and videos in one conversation: the ids of AutoProcessor, and its pixels bit by bit."""
+    """Images and videos in one conversation: the ids of AutoProcessor, and its pixels bit by bit."""
     images = [noise(60, 140), noise(30, 31, 1)]
     videos = [video(5, 50, 90, fps=2.0), video(3, 120, 40, seed=9)]
     questions = ("<video>\nWhat <image> and\n<video>", "<image>\nAnd?")
@@ -135,7 +135,7 @@ def test_frames_are_seen_upright(assets: Assets) -> None:
 
 
 def test_a_processor_of_its_own_mean(hf: Path, tmp_path: Path) -> None:
-    """Frames and pictures that are normalized differently travel as numbers."""
+    """Frames and images that are normalized differently travel as numbers."""
     copy = copied(hf, tmp_path, lambda c: c["video_processor"].update(image_mean=[0.5] * 3))
     assets, clip = load_assets(copy), video(2)
     assert "<video>" not in assets.refused and not len(assets.images.pixel_scale)
@@ -146,14 +146,14 @@ def test_a_processor_of_its_own_mean(hf: Path, tmp_path: Path) -> None:
 
 # -- what cannot be used -------------------------------------------------------------------------------------------
 
-BROKEN = b"no picture"
+BROKEN = b"no image"
 TOO_MANY = Limits(frames=4)
 REFUSED: list[tuple[list[Video], str, Limits, str]] = [
     ([], "<video>What?", Limits(), "1 <video> in the conversation, but 0 videos"),
     ([video(1)], "What?", Limits(), "0 <video> in the conversation, but 1 videos"),
-    ([video(1)], "<image>What?", Limits(), "1 <image> in the conversation, but 0 pictures"),
+    ([video(1)], "<image>What?", Limits(), "1 <image> in the conversation, but 0 images"),
     ([Video(())], "<video>What?", Limits(), "video 0 has no frames"),
-    ([video(1), Video((noise(4, 5), BROKEN))], "<video><video>What?", Limits(), "video 1, frame 1: the picture cannot"),
+    ([video(1), Video((noise(4, 5), BROKEN))], "<video><video>What?", Limits(), "video 1, frame 1: the image cannot"),
     ([Video((noise(4, 5), noise(5, 4)))], "<video>What?", Limits(), "frame 1 has 4 x 5 pixels, but the first one has"),
     ([video(3), video(2)], "<video><video>What?", TOO_MANY, "its videos have 5 frames; the limit is 4 .max_frames"),
     ([video(3)], "<video>What?", Limits(sample_bytes=2000), "frames and sounds have .* bytes; the limit is 2000"),
@@ -207,7 +207,7 @@ def test_a_class_without_videos_names_those_that_take_them(tmp_path: Path) -> No
 
 
 def test_a_template_without_videos(hf: Path, tmp_path: Path) -> None:
-    """Videos are refused with the reason, and pictures still work."""
+    """Videos are refused with the reason, and images still work."""
     template = tmp_path / "pictures_only.jinja"
     template.write_text(CHAT_TEMPLATE.replace("<video>", ""))
     assets = load_assets(hf, chat_template=str(template))
@@ -221,7 +221,7 @@ MEDIA_FIRST = (
     "{% for p in m.content if p.type == 'text' %}{% if m.role == 'assistant' %}{% generation %}{{ p.text }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
 )
-"""As llava-hf's own template: in each turn first all pictures, then all videos, then the text."""
+"""As llava-hf's own template: in each turn first all images, then all videos, then the text."""
 
 
 def test_a_template_that_moves_media(hf: Path, tmp_path: Path) -> None:

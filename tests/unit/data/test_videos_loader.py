@@ -1,4 +1,4 @@
-"""Videos from shards, jsonl and a store of pictures through the loader, its budgets, and the counts of `check`."""
+"""Videos from shards, jsonl and a store of images through the loader, its budgets, and the counts of `check`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assets(hf: Path) -> Assets:
 
 
 def film(num_frames: int, *, pictures: int = 0) -> Parts:
-    """A sample about a video, with pictures beside it."""
+    """A sample about a video, with images beside it."""
     frames = {f"v.{i}.png": noise(20, 30, i) for i in range(num_frames)}
     talk = messages(("user", "<image>" * pictures + "<video>What happens?"), ANSWER)
     about = talk | {"videos": [{"frames": list(frames), "fps": 2.0}]}
@@ -46,7 +46,7 @@ def film(num_frames: int, *, pictures: int = 0) -> Parts:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Videos of 2, 4 and 6 frames, with no picture or two, and text."""
+    """Videos of 2, 4 and 6 frames, with no image or two, and text."""
     folder = tmp_path_factory.mktemp("films")
     text: Parts = {"json": messages(("user", "Why?"), ANSWER)}
     kinds = [film(2), film(4, pictures=2), film(6), text]
@@ -78,7 +78,7 @@ def test_a_pack_keeps_to_the_budget_of_patches(dataset: Path, assets: Assets) ->
     tight = take(open_loader(dataset, assets, max_media_tokens=5 * PATCHES, **options), 6)
     reasons = {skip.reason for batch in tight for skip in batch.skipped}
     assert reasons == {
-        f"the sample has {6 * PATCHES} patches of pictures and frames, but data.max_media_tokens is {5 * PATCHES}; "
+        f"the sample has {6 * PATCHES} patches of images and frames, but data.max_media_tokens is {5 * PATCHES}; "
         "raise data.max_media_tokens, or choose --on-too-long truncate"
     }
 
@@ -127,8 +127,8 @@ def test_frames_that_are_only_named(assets: Assets, tmp_path: Path) -> None:
     expected = assets.images.tiles([MediaSpan(clip, 0, tokens)])
     assert all(torch.equal(batch.media[PIXEL_VALUES], expected) for batch in batches)
     assert {skip.reason for batch in batches for skip in batch.skipped} == {
-        f"the picture '9.png' is not in {tmp_path / 'frames'}",
-        "the picture '../0.png' is outside of its store; names must be relative to it",
+        f"the image '9.png' is not in {tmp_path / 'frames'}",
+        "the image '../0.png' is outside of its store; names must be relative to it",
     }
 
 

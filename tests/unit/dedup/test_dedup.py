@@ -24,11 +24,11 @@ from tests.unit.data.test_data_shards import prepare, write_shard
 pytest_plugins = ("tests.helpers.llava_fixtures",)
 
 COUNT, COPIED = 16, 4
-"""Different pictures, and those of which there are copies."""
+"""Different images, and those of which there are copies."""
 
 
 def scene(index: int) -> Image.Image:
-    """Return a picture of smooth random colors and a few shapes."""
+    """Return an image of smooth random colors and a few shapes."""
     random = np.random.default_rng(index)
     small = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
     image = small.resize((128, 96), Image.Resampling.BICUBIC)
@@ -44,9 +44,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def sample(
-    key: str, image: bytes, question: str = "What is in the picture?", answer: str = "Shapes."
-) -> dict[str, Any]:
+def sample(key: str, image: bytes, question: str = "What is in the image?", answer: str = "Shapes.") -> dict[str, Any]:
     """Return a sample of a CrudeWebdataset."""
     messages = [{"role": "user", "content": f"<image>\n{question}"}, {"role": "assistant", "content": answer}]
     return {"__key__": key, "jpg": image, "json": {"messages": messages}}
@@ -61,10 +59,10 @@ def dataset(folder: Path, samples: list[dict[str, Any]]) -> Path:
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some samples; of the first ones, copies that are equal, resized, compressed again; and others that only look
     alike."""
-    samples = [sample(f"{i:04d}", encoded(scene(i)), f"What is in picture {i}?") for i in range(COUNT)]
+    samples = [sample(f"{i:04d}", encoded(scene(i)), f"What is in image {i}?") for i in range(COUNT)]
 
     def copy(kind: str, i: int, image: bytes, **changes: str) -> dict[str, Any]:
-        return sample(f"{kind}{i:04d}", image, **({"question": f"What is in picture {i}?"} | changes))
+        return sample(f"{kind}{i:04d}", image, **({"question": f"What is in image {i}?"} | changes))
 
     for i in range(COPIED):
         half = scene(i).resize((64, 48))
@@ -107,7 +105,7 @@ def test_what_two_samples_must_share(planted: Path, tmp_path: Path) -> None:
 
 def test_an_evaluation_set_in_training_data(planted: Path, tmp_path: Path) -> None:
     evaluation = dataset(tmp_path / "eval", [
-        sample("a", encoded(scene(3).resize((200, 150))), "What is in picture 3?"),
+        sample("a", encoded(scene(3).resize((200, 150))), "What is in image 3?"),
         sample("b", encoded(scene(999))),
     ])  # fmt: skip
     run("--data-path", planted, "--against", evaluation, "--out", tmp_path / "out", "--num-workers", 0)
@@ -118,8 +116,8 @@ def test_an_evaluation_set_in_training_data(planted: Path, tmp_path: Path) -> No
 def test_training_leaves_out_what_is_excluded(
     assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    samples = [sample(f"{i:04d}", encoded(scene(i)), f"Picture {i}?") for i in range(4)]
-    samples += [sample(f"copy{i}", encoded(scene(i)), f"Picture {i}?") for i in range(3)]
+    samples = [sample(f"{i:04d}", encoded(scene(i)), f"Image {i}?") for i in range(4)]
+    samples += [sample(f"copy{i}", encoded(scene(i)), f"Image {i}?") for i in range(3)]
     path = dataset(tmp_path / "data", samples)
     shard = (path / "000000.tar").read_bytes()
     run("--data-path", path, "--out", tmp_path / "out", "--exclude", "--num-workers", 0)
@@ -148,7 +146,7 @@ def test_videos_are_compared_by_their_frames(tmp_path: Path) -> None:
 
 
 def test_a_chain_of_small_changes_is_no_group() -> None:
-    """Each picture is like the one before; of the first one, only those near it are duplicates."""
+    """Each image is like the one before; of the first one, only those near it are duplicates."""
     places = [SamplePlace(0, n, "000000.tar", f"{n}") for n in range(6)]
     signatures = [Signature(place, b"%d" % place.index, EMPTY.hashvalues, (b"\0" * 32,), b"") for place in places]
     groups = find_groups(signatures, Near(), "image")  # type: ignore[arg-type]
@@ -159,7 +157,7 @@ def test_a_chain_of_small_changes_is_no_group() -> None:
 
 
 class Near:
-    """Compares numbers instead of pictures."""
+    """Compares numbers instead of images."""
 
     def compare(self, one: SamplePlace, other: SamplePlace) -> Confirmed | None:
         return Confirmed(1.0, 0.0) if abs(one.index - other.index) <= 2 else None
@@ -174,6 +172,6 @@ def test_symmetric_drawings_keep_their_hash() -> None:
 
 
 def test_broken_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = dataset(tmp_path / "data", [sample("a", encoded(scene(1))), sample("b", b"no picture")])
+    path = dataset(tmp_path / "data", [sample("a", encoded(scene(1))), sample("b", b"no image")])
     assert run("--data-path", path, "--out", tmp_path / "out", "--num-workers", 0) == 0
     assert "1 samples cannot be read and were not compared" in capsys.readouterr().out

@@ -42,12 +42,12 @@ TALK = {"messages": [{"role": "user", "content": "<image>\nWhich digit?"}, {"rol
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder, its checkpoint, a dataset with a broken picture and a conversation of two answers, pictures."""
+    """A folder, its checkpoint, a dataset with a broken image and a conversation of two answers, images."""
     root = tmp_path_factory.mktemp("answering")
     make_hf_llava(root / "hf")
     import_hf(root / "hf", root / "megatron")
     replace: dict[int, dict[str, Any]] = {
-        4: {"jpg": b"no picture"},
+        4: {"jpg": b"no image"},
         6: {"json": json.dumps(TALK).encode(), "txt": None},
     }
     make_dataset(root / "data", num_samples=12, replace=replace, sample_type="CrudeWebdataset")
@@ -100,9 +100,7 @@ def test_a_dataset(root: Path, tmp_path: Path, ask: Ask) -> None:
     given = ("--data-path", root / "data", "--max-new-tokens", 6, "--every-answer")
     code, said, _ = ask("--hf-dir", root / "hf", *given, "--out", out[0])
     assert (
-        code == 0
-        and "6 answers" in said
-        and "questions that could not be asked: 1\n  - sample00004: the picture" in said
+        code == 0 and "6 answers" in said and "questions that could not be asked: 1\n  - sample00004: the image" in said
     )
     assert ask("--megatron-dir", root / "megatron", *given, "--out", out[1], "--batch-size", 2)[0] == 0
     assert out[0].read_bytes() == out[1].read_bytes()
@@ -159,10 +157,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "empty": (("--hf-dir", "{hf}", "--question", " "), "the question is empty"),
     "only a mark": (("--hf-dir", "{hf}", "--image", "{root}/picture.png", "--question", "<image>"), "is empty"),
     "marks": (("--hf-dir", "{hf}", "--question", "<image> and <image>?", "--image", "{root}/picture.png"), "2 <image>"),
-    "text": (("--hf-dir", "{hf}", "--image", "{root}/text.jpg", *Q), "text.jpg: the picture cannot be decoded"),
+    "text": (("--hf-dir", "{hf}", "--image", "{root}/text.jpg", *Q), "text.jpg: the image cannot be decoded"),
     "cut": (
         ("--megatron-dir", "{megatron}", "--image", "{root}/cut.png", *Q),
-        "cut.png: the picture cannot be decoded",
+        "cut.png: the image cannot be decoded",
     ),
     "pixels": (("--hf-dir", "{hf}", "--image", "{root}/huge.png", *Q), "exceeds limit of 178956970 pixels"),
     "bytes": (("--hf-dir", "{hf}", "--image", "{root}/large.jpg", *Q), "large.jpg has 314572800 bytes; the limit is"),
@@ -257,7 +255,7 @@ def test_questions_are_evenly_distributed_and_say_what_is_broken(root: Path, ass
     found = Questions(root / "data", assets, split="val")
     assert found.indices == list(range(6))
     kinds = list(found.read(found.indices))
-    assert all(isinstance(x, Question) for x in kinds), "pictures are not decoded here"
+    assert all(isinstance(x, Question) for x in kinds), "images are not decoded here"
     assert Questions(root / "data", assets, split="val", most_samples=3).indices == [0, 2, 4]
     talk = [x for x in Questions(root / "data", assets, split="val", every_answer=True).read([3])]
     assert [x.reference for x in talk if not isinstance(x, Skip)] == ["0", "yes"]
@@ -272,7 +270,7 @@ def test_a_question_with_marks_of_its_own() -> None:
 
 
 def test_chat(root: Path, assets: Assets) -> None:
-    """Several turns with a picture; whatever is wrong, the chat continues."""
+    """Several turns with an image; whatever is wrong, the chat continues."""
     said: list[str] = []
     model = HfModel.load(root / "hf")
     settings = read_settings(root / "hf", model.model.config, 2, max_new_tokens=5, sampling=TokenSampling())

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` make of a folder's settings, of the flags for pictures, and of a model's length."""
+"""What `generate` and `chat` make of a folder's settings, of the flags for images, and of a model's length."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_config_without_a_length_has_no_limit(root: Path) -> None:
 
 
 def test_sizes_of_pictures(root: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder and its checkpoint see pictures of the same size; classes that do not resize to a range refuse it."""
+    """A folder and its checkpoint see images of the same size; classes that do not resize to a range refuse it."""
     make_sharp_case(Case("qwen2_vl", "qwen2", {"tie": True}, None, "qwen2_vl"), tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "megatron")
     asked = Conversation((Turn("user", "<image>\nWhat is this?"),), (noise(120, 160),))
@@ -180,7 +180,7 @@ def test_sizes_of_pictures(root: Path, tmp_path: Path, ask: Ask, monkeypatch: py
     small = (*given, "--min-pixels", 28 * 28, "--max-pixels", 60 * 60)
     answers = [ask("--hf-dir", tmp_path / "hf", *flags) for flags in (given, small)]
     assert answers[0] != answers[1] == ask("--megatron-dir", tmp_path / "megatron", *small)
-    refused = "--max-pixels 3600 cannot be used: LlavaForConditionalGeneration does not resize pictures"
+    refused = "--max-pixels 3600 cannot be used: LlavaForConditionalGeneration does not resize images"
     for flag in ("--hf-dir", "--megatron-dir"):
         code, _, said = ask(flag, root / flag[2:].removesuffix("-dir"), *given, "--max-pixels", 3600)
         assert code == 2 and refused in said

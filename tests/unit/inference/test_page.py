@@ -42,10 +42,10 @@ def test_questions_without_an_answer_are_not_sent_again() -> None:
     first = [entry("user", "Which digit?"), entry("assistant", "seven")]
     refused = [
         entry("user", "What is it?"),
-        entry("assistant", f"{page.NOTICE} refused the question (400): no picture"),
+        entry("assistant", f"{page.NOTICE} refused the question (400): no image"),
     ]
     broken = [entry("user", "Even?"), entry("assistant", f"It is\n\n{page.NOTICE} failed: out of memory")]
-    # A picture and its text may be two entries.
+    # An image and its text may be two entries.
     file = {"role": "user", "content": [{"type": "file", "file": {"path": "a.jpg"}}]}
     second = [file, {"role": "user", "content": "And this?"}, {"role": "assistant", "content": "one"}]
     interrupted = [entry("user", "Are you there?")]

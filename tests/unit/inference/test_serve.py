@@ -89,7 +89,7 @@ def test_answers_are_those_of_transformers(server: Started, folder: Path) -> Non
         answers[number] = answer.json()["choices"][0]["message"]["content"]
     wanted = {number: greedy(folder, "Which digit is this?", jpeg(number), 8) for number in (1, 2)}
     assert answers == wanted
-    assert answers[1] != answers[2], "the picture does not reach the model"
+    assert answers[1] != answers[2], "the image does not reach the model"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_it_is_healthy_for_compose(server: Started) -> None:
         (request("a \ud800"), "half of a surrogate pair"),
         (
             {"messages": [{"role": "system", "content": PICTURE}, {"role": "user", "content": "x"}]},
-            "message 0: only the user's messages can have pictures",
+            "message 0: only the user's messages can have images",
         ),
     ],
 )

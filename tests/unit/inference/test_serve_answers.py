@@ -159,7 +159,7 @@ def test_prompt_and_answer_fit_into_the_model(client: TestClient) -> None:
         refused = post(client, max_tokens=room + 1, stream=stream)
         assert refused.status_code == 400
         message = refused.json()["error"]["message"]
-        assert f"the prompt has {prompt} tokens, pictures included, and max_tokens is {room + 1}" in message
+        assert f"the prompt has {prompt} tokens, images included, and max_tokens is {room + 1}" in message
         assert f"{POSITIONS} positions (max_position_embeddings)" in message
 
 

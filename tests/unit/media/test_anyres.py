@@ -1,4 +1,4 @@
-"""Pictures cut into grids: what the loader expands is what Hugging Face's processor expands and its model makes."""
+"""Images cut into grids: what the loader expands is what Hugging Face's processor expands and its model makes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_features_are_where_hugging_faces_model_puts_them(config: Any, model: An
 
 
 PICTURES_OF = {"llava": 3, "llava_next": 1, "llava_onevision": 1}
-"""Pictures of each conversation. Of several that are cut into grids, transformers fills up the tiles to one number."""
+"""Images of each conversation. Of several that are cut into grids, transformers fills up the tiles to one number."""
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_the_tiles_are_the_processors(folders: dict[str, Path], name: str) -> No
 
 
 def expands(hf: PretrainedConfig) -> Any:
-    """Return the number of tokens that Hugging Face's processor expands a picture of a size to."""
+    """Return the number of tokens that Hugging Face's processor expands an image of a size to."""
     side = hf.vision_config.image_size
     if isinstance(hf, LlavaOnevisionConfig):
         images = LlavaOnevisionImageProcessor(image_grid_pinpoints=hf.image_grid_pinpoints)
@@ -158,7 +158,7 @@ def expands(hf: PretrainedConfig) -> Any:
 
 
 def test_several_pictures_of_a_conversation() -> None:
-    """OneVision gives each of several pictures one tile, LLaVA-NeXT its own tiles."""
+    """OneVision gives each of several images one tile, LLaVA-NeXT its own tiles."""
     hf = llava_onevision()
     plan = media_plan(hf)
     both = plan.tokens([(100, 900), (900, 100)])

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures and videos of any size have the processor's tokens."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos of any size have the processor's tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_pictures_of_any_size_have_the_processors_tokens(
     folders: dict[str, Path], name: str, number: int, together: int
 ) -> None:
-    """The ids of some pictures and the text around them, and the patches that the processor makes of each."""
+    """The ids of some images and the text around them, and the patches that the processor makes of each."""
     assets, processor = load_assets(folders[name]), AutoProcessor.from_pretrained(folders[name])
     assert isinstance(assets.plan, PatchPlan)
     turns = [Turn("user", "What?" + "\n<image>" * together), Turn("assistant", "This.")]
@@ -59,7 +59,7 @@ def test_pictures_of_any_size_have_the_processors_tokens(
         assert found.input_ids.tolist() == made["input_ids"][0].tolist(), some
         assert made["image_grid_thw"].tolist() == [list(assets.plan.grid_of(*size)) for size in some]
         assert len(made["pixel_values"]) == sum(item.num_rows for item in items), some
-    with pytest.raises(DataError, match="a picture of 2001 x 10 pixels: absolute aspect ratio must be smaller"):
+    with pytest.raises(DataError, match="an image of 2001 x 10 pixels: absolute aspect ratio must be smaller"):
         assets.plan.tokens([(10, 2001)])
 
 

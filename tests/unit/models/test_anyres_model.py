@@ -1,4 +1,4 @@
-"""Pictures and videos of any size: every gradient is Hugging Face's, and packed samples are those that are padded."""
+"""Images and videos of any size: every gradient is Hugging Face's, and packed samples are those that are padded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_gradients_are_hugging_faces(case: Case, tmp_path: Path) -> None:
     "case", [case for case in CASES if case.architecture.startswith("llava_")], ids=lambda case: case.name
 )
 def test_packed_samples_are_those_that_are_padded(case: Case, tmp_path: Path) -> None:
-    """With pictures, videos and text; and a sample without its neighbors gives the same."""
+    """With images, videos and text; and a sample without its neighbors gives the same."""
     theirs = make_case(case, tmp_path / "hf")
     checkpoint = import_hf(tmp_path / "hf", tmp_path / "megatron")
     samples, fields = any_size_samples(theirs.config), media_plan(theirs.config).fields

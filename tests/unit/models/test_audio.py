@@ -349,12 +349,12 @@ def test_adapters_find_the_layers_of_the_encoder(folder: Path) -> None:
 
 
 def test_refusals(assets: Assets) -> None:
-    """Clips of impossible lengths, and pictures, are refused with their reason."""
+    """Clips of impossible lengths, and images, are refused with their reason."""
     for seconds, reason in ((31.0, "31.0 seconds long, but the model takes at most 30"), (0.015, "too short")):
         with pytest.raises(DataError, match=reason):
             tokenize(conversation("<audio>", seconds), assets, "k")
     picture = Conversation((Turn("user", "<image>"), Turn("assistant", "no.")), (b"x",))
-    with pytest.raises(DataError, match=r"it has a picture, but Qwen2AudioFor.* does not support pictures"):
+    with pytest.raises(DataError, match=r"it has an image, but Qwen2AudioFor.* does not support images"):
         tokenize(picture, assets, "k")
 
 

@@ -1,4 +1,4 @@
-"""Classes beside LLaVA: pictures of any size become the class's own tokens, FLOPs, `check`, refusals."""
+"""Classes beside LLaVA: images of any size become the class's own tokens, FLOPs, `check`, refusals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_pictures_of_any_size_have_the_processors_tokens(folders: dict[str, Path
 @pytest.mark.long
 @pytest.mark.parametrize("name", MAKERS)
 def test_ten_thousand_sizes(folders: dict[str, Path], name: str) -> None:
-    """Pictures of every size have the processor's tokens."""
+    """Images of every size have the processor's tokens."""
     sizes = random_sizes(2_500, 600, seed=1) + random_sizes(7_500, 250, seed=2)
     assert_same_ids(folders[name], load_assets(folders[name]), sizes)
 
@@ -120,7 +120,7 @@ def test_a_processor_that_needs_another_package_says_so(
     flags = ["--hf-dir", str(folders["smolvlm"]), "--megatron-dir", str(tmp_path / "m"), "--workers", "1"]
     assert import_command.main([*flags, "--logits", str(CHINA)]) == 2
     said = capsys.readouterr().err
-    assert "comparing logits needs a picture and a processor in" in said and "`num2words` is required" in said
+    assert "comparing logits needs an image and a processor in" in said and "`num2words` is required" in said
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -182,7 +182,7 @@ REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = 
         "internvl",
         PROCESSOR,
         lambda c: c["image_processor"]["size"].update(height=70, width=70),
-        "makes pictures of 3 x 70 x 70, but the vision tower takes 3 x 56 x 56",
+        "makes images of 3 x 70 x 70, but the vision tower takes 3 x 56 x 56",
     ),
     "tokens of a tile of a grid": (
         "smolvlm",
@@ -196,7 +196,7 @@ REFUSALS: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = 
         lambda c: c["image_processor"].update(max_image_size={"longest_edge": 70}),
         "max_image_size.longest_edge = 70 is the side of the tiles, but the tower takes 56 x 56",
     ),
-    "pictures of their own size": (
+    "images of their own size": (
         "idefics3",
         PROCESSOR,
         lambda c: c["image_processor"].update(do_resize=False),

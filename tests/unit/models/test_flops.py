@@ -59,7 +59,7 @@ def test_a_tiny_model_counted_by_hand() -> None:
         ),
         vision_feature_layer=-2,
     )
-    # Samples of 12 and 5 tokens; the first holds a picture of 9 patches.
+    # Samples of 12 and 5 tokens; the first holds an image of 9 patches.
     found = model_flops(hf, Workload.of_samples([12, 5], num_tiles=1), TrainedParts())
 
     # Tower, frozen: forward only, 2 of 3 layers, 9 patches and the class token.

@@ -44,7 +44,7 @@ from tests.helpers.videos import noise
 from tests.parallel.checks import load_model
 
 KINDS = ("whole", "split")
-"""Folders whose pictures stay whole, and are split into quarters."""
+"""Folders whose images stay whole, and are split into quarters."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_tokens_and_pixels_are_the_processors(folders: dict[str, Path], name: st
 
 @pytest.mark.parametrize("name", KINDS)
 def test_patches_of_many_sizes_are_the_processors(folders: dict[str, Path], name: str) -> None:
-    """Bit for bit, each picture in a conversation with another one."""
+    """Bit for bit, each image in a conversation with another one."""
     assets, processor = load_assets(folders[name]), AutoProcessor.from_pretrained(folders[name])
     for size in random_sizes(40, 400, seed=4):
         data = (noise(*size), PICTURES[0])
@@ -115,20 +115,20 @@ def test_pictures_of_any_size_have_the_processors_tokens(folders: dict[str, Path
 @pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_ten_thousand_sizes(folders: dict[str, Path], name: str) -> None:
-    """Pictures of every size have the processor's tokens."""
+    """Images of every size have the processor's tokens."""
     sizes = random_sizes(2_502, 600, seed=1) + random_sizes(7_500, 250, seed=2)
     assert_the_processors_tokens(folders[name], load_assets(folders[name]), sizes)
 
 
 def test_a_picture_that_cannot_be_split(folders: dict[str, Path]) -> None:
-    with pytest.raises(DataError, match="a picture of 1 x 9 pixels cannot be split into quarters"):
+    with pytest.raises(DataError, match="an image of 1 x 9 pixels cannot be split into quarters"):
         load_assets(folders["split"]).plan.tokens([(9, 1)])
     assert len(load_assets(folders["whole"]).plan.tokens([(9, 1)])) == 1
 
 
 @pytest.mark.parametrize("side", [5, 27, 70])
 def test_positions_are_transformers_own(side: int) -> None:
-    """Of pictures that transformers pads, bit for bit; 70 is the published models' table."""
+    """Of images that transformers pads, bit for bit; 70 is the published models' table."""
     config = Idefics2VisionConfig(hidden_size=1, image_size=14 * side, patch_size=14, num_attention_heads=1)
     embeddings = Idefics2VisionEmbeddings(config)
     for values in (embeddings.patch_embedding.weight, embeddings.patch_embedding.bias):
@@ -146,12 +146,12 @@ def test_positions_are_transformers_own(side: int) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_and_gradients_are_hugging_faces(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
-    """Pictures of several sizes and text alone in one pack: every conversation as transformers computes it alone."""
+    """Images of several sizes and text alone in one pack: every conversation as transformers computes it alone."""
     assert_logits_and_gradients(folders[name], CONVERSATIONS, theirs_of, tmp_path / "m")
 
 
 def test_a_batch_without_pictures(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Every parameter has a gradient, so that ranks with pictures and without agree; those of pictures are zero."""
+    """Every parameter has a gradient, so that ranks with images and without agree; those of images are zero."""
     checkpoint, assets = import_hf(folders["split"], tmp_path / "m"), load_assets(folders["split"])
     batch = batch_of(assets, CONVERSATIONS[1:2], packed=False)
     assert not len(batch.media[PIXEL_VALUES])
@@ -166,7 +166,7 @@ def test_a_batch_without_pictures(folders: dict[str, Path], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", KINDS)
 def test_torch_counts_the_same_flops_over_hugging_face(folders: dict[str, Path], name: str) -> None:
-    """Of a small picture, all parts of which get the shortest edges: transformers computes on padding too."""
+    """Of a small image, all parts of which get the shortest edges: transformers computes on padding too."""
     conversation = Conversation(CONVERSATIONS[2].turns, (noise(20, 20),))
     batch = batch_of(load_assets(folders[name]), [conversation], packed=True)
     assert_torch_counts_the_same(folders[name], theirs_of(folders[name], conversation), media_work(batch.media))
@@ -176,7 +176,7 @@ def test_torch_counts_the_same_flops_over_hugging_face(folders: dict[str, Path],
 def test_check_compares_the_output_of_every_module(
     folders: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the perceiver, the ends of tower and decoder, and the layers of both; pictures are compared whole."""
+    """Of the perceiver, the ends of tower and decoder, and the layers of both; images are compared whole."""
     flags = ["--hf-dir", str(folders[name]), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
     assert import_command.main([*flags, "--workers", "1", "--verify", "--logits", str(CHINA)]) == 0
     assert f"outputs of {2 + 2 * 8 + 2 + 2 + 4 * 9 + 4 * 10} modules compared)" in capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_inspect_shows_the_class_and_its_layers(folders: dict[str, Path], capsys
     assert inspect_folder.main([str(folders["whole"])]) == 0
     said = capsys.readouterr().out
     assert "Idefics2ForConditionalGeneration" in said
-    assert "pictures of any size in patches of 14, features of layer 4" in said
+    assert "images of any size in patches of 14, features of layer 4" in said
 
 
 def test_a_plan_can_be_pickled(folders: dict[str, Path]) -> None:
@@ -206,7 +206,7 @@ def test_spans_move_with_the_text() -> None:
 
 def test_stored_tokens_depend_on_what_is_rewritten(folders: dict[str, Path], tmp_path: Path) -> None:
     whole, split = (load_assets(folders[name]).chat.fingerprint for name in KINDS)
-    assert whole == split  # the parts of a picture are not stored
+    assert whole == split  # the parts of an image are not stored
     change = {"image_boundary_token": "<end_of_utterance>"}
     folder = edited(folders["whole"], tmp_path / "hf", TOKENIZER, lambda c: c.update(change))
     assert load_assets(folder).chat.fingerprint != whole
@@ -234,22 +234,22 @@ REFUSALS: dict[str, tuple[str, Any, str]] = {
         lambda c: (c["text_config"].update(model_type="gemma2"), c["text_config"].pop("hidden_act")),
         "text_config has no hidden_act, from which .*: gemma2 cannot be its language model",
     ),
-    "tokens of a picture": (
+    "tokens of an image": (
         PROCESSOR,
         lambda c: c.pop("image_seq_len"),
-        f"image_seq_len gives 64 tokens per picture, but the model's config.json has {LATENTS} latents",
+        f"image_seq_len gives 64 tokens per image, but the model's config.json has {LATENTS} latents",
     ),
     "another processor": (
         PROCESSOR,
         lambda c: c.update(image_processor={"image_processor_type": "CLIPImageProcessor"}),
         "the image processor is CLIPImageProcessor; Idefics2 has an Idefics2ImageProcessor",
     ),
-    "pictures of their own size": (
+    "images of their own size": (
         PROCESSOR,
         lambda c: c["image_processor"].update(do_resize=False),
-        "the image processor has do_resize = False and size = .*; it must resize pictures to edges",
+        "the image processor has do_resize = False and size = .*; it must resize images to edges",
     ),
-    "pictures smaller than a patch": (
+    "images smaller than a patch": (
         PROCESSOR,
         lambda c: c["image_processor"]["size"].update(shortest_edge=PATCH - 1),
         r"'shortest_edge': 13.*of at least a patch \(14 px\)",
@@ -271,7 +271,7 @@ def test_what_cannot_be_computed_is_refused_by_name(folders: dict[str, Path], wh
 
 
 def test_the_mark_may_be_unnamed(folders: dict[str, Path], tmp_path: Path) -> None:
-    """As in the published models, whose tokenizer has no names for tokens of pictures."""
+    """As in the published models, whose tokenizer has no names for tokens of images."""
     folder = edited(folders["whole"], tmp_path / "hf", TOKENIZER, lambda c: [c.pop(key) for key in NAMED])
     assets = load_assets(folder)
     assert not NAMED.keys() & assets.tokenizer.special_tokens_map.keys()

@@ -103,7 +103,7 @@ def test_tokens_positions_and_pixels_are_the_processors(folders: dict[str, Path]
         positions, _ = whole.get_rope_index(theirs["input_ids"], theirs["mm_token_type_ids"], **grids)
         assert torch.equal(batch.position_ids[:, 0, :n], positions[:, 0])
         pixels = normalize(batch.media[PIXEL_VALUES], batch.media[PIXEL_SCALE])
-        # The processor has all pictures first, the loader has them in the order of the text.
+        # The processor has all images first, the loader has them in the order of the text.
         expected = torch.cat(
             [theirs[k] for k in ("pixel_values", "pixel_values_videos") if k in theirs] or [pixels[:0]]
         )
@@ -162,7 +162,7 @@ def test_a_range_in_the_files_of_older_folders(folders: dict[str, Path], tmp_pat
 
 def test_a_range_that_cannot_be_used_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"--min-pixels 5000 and --max-pixels 4000: pictures would have between 5000 and 4000"
+        DataError, match=r"--min-pixels 5000 and --max-pixels 4000: images would have between 5000 and 4000"
     ):
         load_assets(folders["qwen2_vl"], pixels=PixelRange(5000, 4000))
     with pytest.raises(DataError, match=r"--max-pixels 100: .* at least 144, the pixels of a token"):
@@ -176,7 +176,7 @@ def test_a_range_that_cannot_be_used_is_refused(folders: dict[str, Path], tmp_pa
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_and_gradients_are_hugging_faces(folders: dict[str, Path], name: str, tmp_path: Path) -> None:
-    """Pictures, videos and text in one pack: every conversation's logits are those of transformers for it alone."""
+    """Images, videos and text in one pack: every conversation's logits are those of transformers for it alone."""
     assert_logits_and_gradients(folders[name], CONVERSATIONS, theirs_of, tmp_path / "m", noisy="qwen3_5" in name)
 
 
@@ -216,7 +216,7 @@ def test_inspect_shows_the_class_and_its_layers(
     assert inspect_folder.main([str(folders[name])]) == 0
     said = capsys.readouterr().out
     assert architecture_of(load_hf_config(folders[name])).model_class.__name__ in said
-    assert "pictures of any size in patches of 6" in said
+    assert "images of any size in patches of 6" in said
 
 
 def test_layers_that_take_inner_features_stay_on_the_first_stage(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     # SigLIP has GELU (tanh) and its own epsilon (trap 5), and no class token to drop (trap 6).
     "siglip, full": {"vision": "siglip"},
     "siglip, default drops patch 0": {"vision": "siglip", "strategy": "default"},
-    # Neither 576 or 729 patches nor 16 heads of 64 (trap 11), and a picture that is not a multiple of the patch.
+    # Neither 576 or 729 patches nor 16 heads of 64 (trap 11), and an image that is not a multiple of the patch.
     "odd sizes": {"vision": "siglip", "vision_overrides": {"image_size": 75, "num_attention_heads": 2}},
     "another epsilon and activation": {
         "vision": "clip",

@@ -1,4 +1,4 @@
-"""Pictures are divided over ranks whole, by their sizes, and come back in their order."""
+"""Images are divided over ranks whole, by their sizes, and come back in their order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_equal_items_are_divided_evenly() -> None:
 
 
 def test_windows_of_pictures() -> None:
-    """Windows are counted for each picture."""
+    """Windows are counted for each image."""
     assert windows_of([16, 4, 12], [8, 8, 4, 4, 4, 4]) == [2, 1, 3]
     assert windows_of([], []) == []
 
@@ -61,7 +61,7 @@ def test_rows_come_back_in_their_order() -> None:
 
 
 def test_what_a_tower_computes_for_a_part_are_the_rows_of_the_whole(tmp_path: Path) -> None:
-    """Windows, positions and lengths of each picture and frame go with it."""
+    """Windows, positions and lengths of each image and frame go with it."""
     make_hf_qwen(tmp_path / "hf", "qwen2_5_vl")
     checkpoint = import_hf(tmp_path / "hf", tmp_path / "m")
     media = batch_of(load_assets(tmp_path / "hf"), CONVERSATIONS, packed=True).media

@@ -103,11 +103,11 @@ def test_data_comes_from_a_manifest(folder: Path, tmp_path: Path, capsys: pytest
     ]
     plan.main(arguments)
     with_data = json.loads(capsys.readouterr().out)
-    assert "100 conversations, 2.00 pictures each" in with_data["assumptions"][2]
+    assert "100 conversations, 2.00 images each" in with_data["assumptions"][2]
     plan.main([x for x in arguments if x not in ("--data-path", str(data))])
     assumed = json.loads(capsys.readouterr().out)
     tower = [x["fitting"][0]["stages"][0]["forward"]["tower"] for x in (with_data, assumed)]
-    assert tower[0] > 1.3 * tower[1]  # two pictures in 1,168 tokens beside 0.9 in 762
+    assert tower[0] > 1.3 * tower[1]  # two images in 1,168 tokens beside 0.9 in 762
 
 
 def test_a_picture_and_two_layouts_side_by_side(

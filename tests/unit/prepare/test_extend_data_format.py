@@ -17,7 +17,7 @@ LAST_KIND = '    ".tar": lambda path, name, folder, how: TarShard(path, name, fo
 
 
 def read_samples(shards: Path) -> tuple[list[list[tuple[str, str]]], list[str]]:
-    """Return the turns of all samples, and the names of their pictures."""
+    """Return the turns of all samples, and the names of their images."""
     messages, pictures = [], []
     for shard in sorted(shards.glob("*.tar")):
         with tarfile.open(shard) as tar:

@@ -1,4 +1,4 @@
-"""References to pictures and sounds in rows: files, base64, arrays, and what is told of those that cannot be read."""
+"""References to images and sounds in rows: files, base64, arrays, and what is told of those that cannot be read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAVE = [math.sin(index / 20) / 2 for index in range(800)]
     ids=lambda value: str(value)[:40],
 )
 def test_contents_in_a_row(reference: Any) -> None:
-    """A picture's bytes are read in every form that rows hold them in."""
+    """An image's bytes are read in every form that rows hold them in."""
     assert read_image(reference, Path("/nowhere")).data == PICTURE
 
 
@@ -57,10 +57,10 @@ def test_a_file_named_like_base64(tmp_path: Path) -> None:
         (f"{URI}{TEXT[:4000]}*", r"the data URI /9j/\S{50,60} is not base64"),
         (f"data:image/jpeg,{TEXT}", r"must be data:image/…;base64,…, found data:image/jpeg,/9j"),
         ({"base64": TEXT + "A"}, "the base64 text .* is not base64"),
-        ("x" * 100_000, "neither a file nor base64 of a picture"),
-        ([[1, 2], [3, 4]], "a picture is a list of 2 numbers or lists; write a file, its bytes or its path$"),
-        ({"array": WAVE}, "a picture is an array of numbers"),
-        ({"path": "", "bytes": None}, "a picture is dict"),
+        ("x" * 100_000, "neither a file nor base64 of an image"),
+        ([[1, 2], [3, 4]], "an image is a list of 2 numbers or lists; write a file, its bytes or its path$"),
+        ({"array": WAVE}, "an image is an array of numbers"),
+        ({"path": "", "bytes": None}, "an image is dict"),
     ],
 )
 def test_what_cannot_be_read_is_told_briefly(reference: Any, expected: str) -> None:

@@ -51,18 +51,18 @@ BAD: dict[str, tuple[Any, Reason]] = {
     "turn as text": (row("Q", "A"), Reason.WRONG_TYPE),
     "answer as number": (row(Q, {"from": "gpt", "value": 3}), Reason.WRONG_TYPE),
     "part of another type": (row({"role": "user", "content": [{"type": "smell", "smell": "v"}]}, A), Reason.WRONG_TYPE),
-    "picture as number": (row(MARKED, A, image=5), Reason.WRONG_TYPE),
-    "more marks than pictures": (row(MARKED, MARKED | {"from": "gpt"}, image="good.jpg"), Reason.MARKS),
-    "marks without a picture": (row(MARKED, A), Reason.MARKS),
-    "fewer marks than pictures": (row(MARKED, A, image=["good.jpg", "good.jpg"]), Reason.MARKS),
-    "part without a picture": (row({"role": "user", "content": [{"type": "image"}]}, A), Reason.MARKS),
-    "picture not there": (row(MARKED, A, image="gone.jpg"), Reason.IMAGE_MISSING),
-    "picture is a folder": (row(MARKED, A, image="."), Reason.IMAGE_MISSING),
-    "picture without a possible name": (row(MARKED, A, image="a\0b"), Reason.IMAGE_MISSING),
-    "picture on the net": (row(MARKED, A, image="https://example.org/a.jpg"), Reason.IMAGE_REMOTE),
-    "picture is text": (row(MARKED, A, image="text.jpg"), Reason.IMAGE_BROKEN),
-    "picture is empty": (row(MARKED, A, image="empty.jpg"), Reason.IMAGE_BROKEN),
-    "picture too large to be true": (row(MARKED, A, image="bomb.png"), Reason.IMAGE_BROKEN),
+    "image as number": (row(MARKED, A, image=5), Reason.WRONG_TYPE),
+    "more marks than images": (row(MARKED, MARKED | {"from": "gpt"}, image="good.jpg"), Reason.MARKS),
+    "marks without an image": (row(MARKED, A), Reason.MARKS),
+    "fewer marks than images": (row(MARKED, A, image=["good.jpg", "good.jpg"]), Reason.MARKS),
+    "part without an image": (row({"role": "user", "content": [{"type": "image"}]}, A), Reason.MARKS),
+    "image not there": (row(MARKED, A, image="gone.jpg"), Reason.IMAGE_MISSING),
+    "image is a folder": (row(MARKED, A, image="."), Reason.IMAGE_MISSING),
+    "image without a possible name": (row(MARKED, A, image="a\0b"), Reason.IMAGE_MISSING),
+    "image on the net": (row(MARKED, A, image="https://example.org/a.jpg"), Reason.IMAGE_REMOTE),
+    "image is text": (row(MARKED, A, image="text.jpg"), Reason.IMAGE_BROKEN),
+    "image is empty": (row(MARKED, A, image="empty.jpg"), Reason.IMAGE_BROKEN),
+    "image too large to be true": (row(MARKED, A, image="bomb.png"), Reason.IMAGE_BROKEN),
     "bad base64": (row(MARKED, A, image="data:image/png;base64,%%%"), Reason.IMAGE_BROKEN),
     "data URI as text": (row(MARKED, A, image="data:image/svg+xml,<svg/>"), Reason.IMAGE_BROKEN),
     "icon": (row(MARKED, A, image="icon.ico"), Reason.IMAGE_FORMAT),
@@ -72,7 +72,7 @@ BAD: dict[str, tuple[Any, Reason]] = {
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "good.jpg").write_bytes(picture(0))
-    (tmp_path / "text.jpg").write_text("no picture")
+    (tmp_path / "text.jpg").write_text("no image")
     (tmp_path / "empty.jpg").write_bytes(b"")
     (tmp_path / "icon.ico").write_bytes(picture(0, "ICO"))
     (tmp_path / "bomb.png").write_bytes(claim_size(picture(0, "PNG"), 20000))
@@ -187,7 +187,7 @@ def test_a_picture_without_any_mark_goes_first(place: Path) -> None:
 
 def test_too_many_skipped_rows_end_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The dataset must not be trained on by mistake, and is finished at once when the user accepts the rate."""
-    source = write_lines(place / "rows.jsonl", *[GOOD] * 30, row(Q), BAD["picture not there"][0])
+    source = write_lines(place / "rows.jsonl", *[GOOD] * 30, row(Q), BAD["image not there"][0])
     command = ["prepare", str(source), "--out", str(place / "out"), "--num-workers", "0"]
     assert main(command) == 2
     told = capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_captions(tmp_path: Path) -> None:
     rows = [
         {"image": "0.jpg", "caption": "A zero."},
         {"image": "0.jpg", "caption": "Nought."},
-        {"caption": "No picture."},
+        {"caption": "No image."},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     forgotten = make(tmp_path / "rows.jsonl", tmp_path / "a", how=Opening(keys=Keys(answer="caption")))
@@ -215,9 +215,9 @@ def test_lines_with_bom_blanks_and_no_end(tmp_path: Path) -> None:
 
 
 def test_pictures_of_every_reference(tmp_path: Path) -> None:
-    """Bytes, relative and absolute paths and file URLs name the same picture."""
+    """Bytes, relative and absolute paths and file URLs name the same image."""
     data = picture(0, "PNG")
-    path = tmp_path / "a picture: one.png"
+    path = tmp_path / "an image: one.png"
     path.write_bytes(data)
     uri = path.as_uri()
     assert "%20" in uri

@@ -43,7 +43,7 @@ def write_tar(path: Path, files: Iterable[tuple[str, bytes]]) -> Path:
 
 
 def summary(folder: Path) -> list[tuple[str, str, int]]:
-    """Return id, answer and number of pictures of each sample."""
+    """Return id, answer and number of images of each sample."""
     samples = read_back(folder)
     return [(s["source"]["id"], s["messages"][-1]["content"], len(s["pictures"])) for s in samples]
 
@@ -93,7 +93,7 @@ def test_tars_whose_parts_are_not_adjacent(tmp_path: Path) -> None:
 
 
 def test_conversations_in_tars(tmp_path: Path) -> None:
-    """With or without pictures, which may also be files that the row names. Parts that nothing reads are counted."""
+    """With or without images, which may also be files that the row names. Parts that nothing reads are counted."""
     turns = [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]
     (tmp_path / "p.jpg").write_bytes(PICTURE)
 

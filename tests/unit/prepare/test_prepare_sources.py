@@ -36,7 +36,7 @@ TYPED = [
     {"type": "text", "text": "Which?"},
 ]
 COLUMNS: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
-    "pictures within typed parts of turns": (
+    "images within typed parts of turns": (
         {
             "messages": [
                 {"role": "user", "content": TYPED},
@@ -45,7 +45,7 @@ COLUMNS: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
         },
         {"messages": pa.list_(pa.struct({"role": pa.string(), "content": pa.list_(PART)}))},
     ),
-    "typed parts without references, pictures beside them": (
+    "typed parts without references, images beside them": (
         {
             "messages": [
                 {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which?"}]},
@@ -123,14 +123,14 @@ def test_what_datasets_saves(tmp_path: Path) -> None:
 
 
 def test_files_at_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows and their pictures are fetched once, and again only what has changed; a continued run reads the copies."""
+    """Rows and their images are fetched once, and again only what has changed; a continued run reads the copies."""
     local = cases.write_llava_lines(tmp_path / "src", vqa_cases(6)).parent
     store = fsspec.filesystem("memory")
     store.put(f"{local}/", "/set", recursive=True)
     store.pipe_file("/set/.hidden", b"x")
     out = tmp_path / "out"
     command = ["prepare", "memory://set/llava.jsonl", "--out", str(out), "--num-workers", "0", "--keep-order"]
-    assert main(command) == 2, "its pictures are in the folder"
+    assert main(command) == 2, "its images are in the folder"
     command[1] = "memory://set"
     assert main([*command, "--overwrite"]) == 0
     assert contents(out) == [case.content for case in vqa_cases(6)]

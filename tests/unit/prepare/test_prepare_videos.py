@@ -1,4 +1,4 @@
-"""Videos on their way into shards: lists of pictures, and video files that become frames."""
+"""Videos on their way into shards: lists of images, and video files that become frames."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with a video of two seconds, frames and pictures."""
+    """A folder with a video of two seconds, frames and images."""
     video_file(tmp_path / "clip.mp4")
     for number in range(4):
         (tmp_path / f"f{number}.png").write_bytes(noise(20, 30, number))
@@ -153,7 +153,7 @@ BAD: dict[str, tuple[dict[str, Any], Reason, str]] = {
     "picture": (
         {"videos": ["f0.png"]},
         Reason.WRONG_TYPE,
-        r"a video is the picture f0.png; frames of one video are .*\[\[",
+        r"a video is the image f0.png; frames of one video are .*\[\[",
     ),
     "number": ({"videos": [3]}, Reason.WRONG_TYPE, "a video is int 3"),
     "none": ({"videos": [[]]}, Reason.NO_FRAMES, ""),
@@ -376,7 +376,7 @@ def test_a_sound_file_is_no_video(tmp_path: Path) -> None:
         sound.sample_rate = 44100
         container.mux(stream.encode(sound))
         container.mux(stream.encode())
-    with pytest.raises(BadSample, match="it has no pictures"):
+    with pytest.raises(BadSample, match="it has no images"):
         decoded(tmp_path / "a.mp4")
 
 

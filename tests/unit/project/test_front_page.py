@@ -21,7 +21,7 @@ def test_architectures_and_their_capabilities() -> None:
 
 
 def test_the_quickstart_s_answers() -> None:
-    """The picture and the share are those of one run."""
+    """The image and the share are those of one run."""
     with Image.open(ROOT / "docs" / "quickstart.png") as picture:
         assert picture.format == "PNG" and min(picture.size) > 800
     assert (ROOT / "docs" / "quickstart.png").stat().st_size < 300_000
@@ -39,7 +39,7 @@ def test_the_rounds_of_faults() -> None:
 
 
 def test_order_of_the_page() -> None:
-    """The picture, the commands, the measurements, the table and the links come in this order."""
+    """The image, the commands, the measurements, the table and the links come in this order."""
     marks = ["docs/quickstart.png", "## From a Hugging Face folder to answers", "make venv", "<!-- measured -->"]
     places = [README.index(mark) for mark in [*marks, capability_table(), "docs/README.md"]]
     assert places == sorted(places)

@@ -40,7 +40,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny shapes, and shards of small pictures of many sizes."""
+    """The tiny shapes, and shards of small images of many sizes."""
     path = tmp_path_factory.mktemp("peers")
     for shape in ("tiny", "tiny-onevision", "tiny-qwen2.5-vl"):
         make_hf_folder(path / shape, shape, seq_length=LENGTH)
@@ -161,7 +161,7 @@ def test_pack_of_qwens_pictures_is_as_its_samples(folder: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-onevision", "tiny-qwen2.5-vl"])
 def test_text_alone_gives_every_weight_a_gradient(folder: Path, shape: str) -> None:
-    """Ranks whose micro-batch has no picture take part in the sums over ranks; the loss is that of the text."""
+    """Ranks whose micro-batch has no image take part in the sums over ranks; the loss is that of the text."""
     config = hf_peer.AutoConfig.from_pretrained(folder / shape)
     peer = build(config, Stack(train_vision=True), CPU)
     ids = torch.randint(8, 200, (1, 40), generator=torch.Generator().manual_seed(0))

@@ -166,15 +166,15 @@ def test_large_activations_are_not_kept_before_a_capture() -> None:
 
 
 PACKS = [CONVERSATIONS, CONVERSATIONS[2:], CONVERSATIONS[1:2]]
-"""Several pictures and videos, one of each, text alone."""
+"""Several images and videos, one of each, text alone."""
 IDEFICS2_PACKS = [IDEFICS2_CONVERSATIONS, IDEFICS2_CONVERSATIONS[2:], IDEFICS2_CONVERSATIONS[1:2]]
-"""Several pictures, one, text alone."""
+"""Several images, one, text alone."""
 SEGMENTS = {"qwen3_vl": [[1], [2, 3], [4]]}
 """Layers of graphs where features are taken between layers."""
 
 
 class PictureRun:
-    """A run of a class whose pictures have any size: three packs per step."""
+    """A run of a class whose images have any size: three packs per step."""
 
     def __init__(self, folder: Path, name: str) -> None:
         hf, self.packs = folder / "hf", PACKS
@@ -206,7 +206,7 @@ class PictureRun:
 def test_a_tower_with_graphs_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, name: str
 ) -> None:
-    """With blank patches, whose windows and pictures see nothing else."""
+    """With blank patches, whose windows and images see nothing else."""
     case = PictureRun(tmp_path, name)
     expected = case.train(case.trainer())
     monkeypatch.setattr(model_graphs, "SIZE_MULTIPLE", 8)
@@ -268,7 +268,7 @@ def test_which_towers_cannot_have_graphs(checkpoint: Path, tmp_path: Path) -> No
     import_hf(hf, tmp_path / "megatron")
     tiles, patches = str(checkpoint), str(tmp_path / "megatron")
     cases = [
-        (tiles, {}, "pictures of any size"),
+        (tiles, {}, "images of any size"),
         (patches, {"model.freeze_vision_model": True}, "captures a trained tower"),
     ]
     for folder, flags, message in cases:

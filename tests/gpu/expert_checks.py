@@ -8,6 +8,7 @@ from typing import Any
 from llava_mcore.checkpoint.choose_start import start_point
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
+from tests.gpu.graph_checks import PACKED, Curve, loader_of, train
 from tests.gpu.option_checks import BF16, HALF_MOMENTS, OWN_DISK
 from tests.parallel.checks import join
 from tests.parallel.expert_checks import Layout, configure
@@ -52,4 +53,16 @@ def save_and_resume(layout: Layout, checkpoint: str, save_dir: str, hf: str) -> 
         resume(trainer)
         resumed = train_steps(groups, trainer, again, open_fake_loader(groups, trainer, again, STEPS))
         found[name] = (begun, uninterrupted, resumed)
+    return found
+
+
+def with_and_without_graphs(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, Curve]:
+    """Return losses and gradient norms of packed training, with routers' terms, without and with graphs."""
+    groups = join(*layout)
+    found = {}
+    for name, on in (("without", False), ("with", True)):
+        flags = BF16 | PACKED | {"model.cuda_graphs": on, "router.aux_loss_coef": 0.01}
+        trainer = make_trainer(groups, configure(groups, checkpoint, save_dir, **flags))
+        assert bool(trainer.graphs) == on
+        found[name] = train(groups, trainer, loader_of(groups, trainer), 5)
     return found

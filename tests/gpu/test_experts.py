@@ -13,6 +13,7 @@ import torch
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
 from tests.gpu import expert_checks
+from tests.gpu.test_graphs import assert_same
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel.expert_checks import Layout, losses_in_bf16
@@ -45,6 +46,14 @@ def test_bf16_is_close_to_fp32(checkpoint: Path, tmp_path: Path, layout: Layout)
     found = run_world(LAYOUTS[layout], losses_in_bf16, layout=layout, **given)[0]
     for impl in ("local", "transformer_engine"):
         assert found[impl] == pytest.approx(found["fp32"], rel=1e-2), impl
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_graphs_of_attention_change_no_number(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
+    if LAYOUTS[layout] > torch.cuda.device_count():
+        pytest.skip("too few GPUs")
+    given: dict[str, Any] = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path / "save")}
+    assert_same(run_world(LAYOUTS[layout], expert_checks.with_and_without_graphs, layout=layout, **given)[0])
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, (1, 2, 1, 1), (1, 2, 2, 1)], ids=str)

@@ -13,6 +13,9 @@ from llava_mcore.config.needs import NEEDS, check_needs, words_of
 
 # key -> a value that is not its default, and what it needs
 CASES: dict[str, tuple[str, list[str]]] = {
+    "launch.image": ("x", ["launch.k8s=jobset"]),
+    "launch.volumes": ("a:/b", ["launch.vertex=m"]),
+    "launch.job_options": ("/o.yaml", ["launch.k8s=jobset"]),
     "logging.wandb_project": ("x", ["logging.wandb=true"]),
     "logging.mlflow_experiment": ("x", ["logging.mlflow=true"]),
     "logging.profile_ranks": ("0", ["logging.profile=1:2"]),

@@ -54,6 +54,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--job-options /o.yaml", "launch.job_options", Path("/o.yaml")),
     ("--debug", "logging.debug", True),
     ("--profile 3:4", "logging.profile", "3:4"),
+    ("--memory-snapshot 3", "logging.memory_snapshot", 3),
     ("--tensorboard", "logging.tensorboard", True),
     ("--mlflow", "logging.mlflow", True),
     ("--wandb", "logging.wandb", True),

@@ -18,6 +18,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "launch.job_options": ("/o.yaml", ["launch.k8s=jobset"]),
     "logging.wandb_project": ("x", ["logging.wandb=true"]),
     "logging.mlflow_experiment": ("x", ["logging.mlflow=true"]),
+    "logging.memory_snapshot_ranks": ("0", ["logging.memory_snapshot=2"]),
     "logging.profile_ranks": ("0", ["logging.profile=1:2"]),
     "checkpoint.save_optim": ("true", ["checkpoint.save=true"]),
     "checkpoint.keep_last": ("2", ["checkpoint.save_interval=5"]),

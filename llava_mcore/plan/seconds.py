@@ -207,10 +207,12 @@ def _recomputed(model: Model, layout: RunLayout, forward: Pass) -> Pass:
         share = 1.0 if block is None else min(1.0, block / max(layout.layers))
         return forward.times(share)
     if layout.recompute == "selective" and "mlp" in layout.recompute_modules:
-        d = model.decoder
-        dense = 1 - d.sparse_share
-        again = forward.layers * dense * 3 * d.hidden * d.ffn / d.layer_weights
-        return Pass(layers=again, other=forward.other * 0.5 * dense)
+        d, e = model.decoder, model.decoder.experts
+        again = forward.layers * d.recomputed_weights / (d.layer_weights + d.chosen_weights)
+        moved = 0.5 * (1 - d.sparse_share)
+        if e is not None:  # what the experts' products move, not what is sent
+            moved += d.sparse_share * 6 * e.ffn / (16 * d.hidden + 6 * e.ffn)
+        return Pass(layers=again, other=forward.other * moved)
     return Pass()
 
 

@@ -136,6 +136,11 @@ def test_training_gives_the_same_numbers(results: Found, layout: Layout) -> None
     assert here["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert here["packed"]["loss"] == pytest.approx(reference["losses"][:2], rel=1e-5)
     assert here["packed"]["grad_norm"] == pytest.approx(reference["packed"]["grad_norm"], rel=1e-5)
+    for rank in results[layout]:
+        kept = rank["products"]
+        assert sum(kept) == len(kept) / 2 > 0, "each product is computed once more, and kept only then"
+    if "interleaved" in here:  # every stage has two chunks of layers
+        assert here["interleaved"]["loss"] == pytest.approx(reference["losses"][:2], rel=1e-5)
     terms = here["with terms"]
     assert terms["loss"] == pytest.approx(reference["with terms"]["loss"], rel=1e-5)
     assert terms["tokens"] == reference["with terms"]["tokens"]
@@ -161,5 +166,8 @@ def test_resumed(results: Found, layout: Layout) -> None:
     """At the same layout bit for bit, at another one with other sums."""
     here = results[layout][0]
     assert here["resumed"] == here["losses"][2:]
+    for rank in results[layout]:
+        uninterrupted, resumed = rank.get("own disk", ((), ()))
+        assert resumed == uninterrupted
     if layout != ONE:
         assert here["resumed elsewhere"] == pytest.approx(results[ONE][0]["losses"][2:], rel=1e-5)

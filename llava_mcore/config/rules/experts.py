@@ -71,8 +71,6 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
     has = f"{source} has mixtures of experts"
     if run.training.fp8:
         yield f"--fp8 does not work with experts yet, and {has}: omit it"
-    if run.model.cuda_graphs:
-        yield f"--cuda-graphs cannot capture layers that send tokens to experts, and {has}: omit it"
     if run.adapter.is_on and run.parallel.expert_model_parallel_size > 1:
         yield f"adapters do not work yet where processes divide experts, and {has}: omit --ep, or the --lora flags"
     if run.adapter.quantize != "none":

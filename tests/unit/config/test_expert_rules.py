@@ -74,7 +74,7 @@ def test_options_of_gpus_that_experts_do_not_have(good: list[str]) -> None:
     options = ["training.fp8=true", "training.precision=bf16", "model.cuda_graphs=true", "data.packing=true"]
     run = load_run_config(None, [*good, f"{PP}=1", f"{EP}=1", *options])
     found = "\n".join(check_run(run, WITH_EXPERTS, world_size=2, device_available=True))
-    assert "--fp8 does not work with experts yet" in found and "--cuda-graphs cannot capture layers that send" in found
+    assert "--fp8 does not work with experts yet" in found and "--cuda-graphs" not in found
 
 
 def test_flags_for_a_model_without_experts(good: list[str]) -> None:

@@ -156,8 +156,7 @@ def test_experts() -> None:
     dense = replace(MODEL, decoder=replace(decoder, ffn=8 * 768, experts=None))
     ratio = eight.stages[0].forward.layers / predicted(chosen, dense).stages[0].forward.layers
     assert 1 < ratio < 2
-    selective = predicted(replace(chosen, recompute="selective"), model)
-    assert (
-        selective.stages[0].memory.activations
-        == predicted(replace(chosen, recompute="none"), model).stages[0].memory.activations
-    )
+    # The inside of the experts is computed again, what is sent to them is kept.
+    selective, plain = (predicted(replace(chosen, recompute=x), model).stages[0] for x in ("selective", "none"))
+    assert plain.memory.activations > selective.memory.activations > one.stages[0].memory.activations
+    assert plain.backward.total < selective.backward.total < one.stages[0].backward.total

@@ -103,14 +103,14 @@ def bounded(snapshot: dict[str, Any]) -> dict[str, Any]:
     """Return a snapshot with the newest events and, if there are too many blocks, the segments of the largest."""
     traces = [trace[-MAX_EVENTS:] for trace in snapshot["device_traces"]]
     segments = sorted(snapshot["segments"], key=lambda segment: -int(segment["allocated_size"]))
-    kept: list[Any] = []
+    largest: list[Any] = []
     count = 0
     for segment in segments:
         count += len(segment["blocks"])
-        if count > MAX_BLOCKS and kept:
+        if count > MAX_BLOCKS and largest:
             break
-        kept.append(segment)
-    return snapshot | {"device_traces": traces, "segments": kept}
+        largest.append(segment)
+    return snapshot | {"device_traces": traces, "segments": largest}
 
 
 def owned_memory(trainer: Trainer) -> list[Owned]:

@@ -57,7 +57,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Block:
+class Allocation:
     """An allocation: its bytes, its category, and the call that made it ("" if not recorded)."""
 
     size: int
@@ -79,7 +79,7 @@ class Timeline:
     milliseconds: list[float] = field(default_factory=list)
     amounts: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in CATEGORIES})
     reserved: int = 0
-    largest: list[tuple[Block, int]] = field(default_factory=list)
+    largest: list[tuple[Allocation, int]] = field(default_factory=list)
 
     @property
     def peak(self) -> int:
@@ -94,7 +94,7 @@ class Timeline:
 
 def timeline_of(snapshot: Mapping[str, Any], owned: Sequence[Owned], device: int = 0) -> Timeline:
     """Return the memory over time that a snapshot of torch.cuda.memory has recorded; one time without a record."""
-    blocks = _Blocks(owned)
+    blocks = _LiveMemory(owned)
     traces = snapshot["device_traces"]
     events = [event for event in (traces[device] if device < len(traces) else []) if event["action"] in _CHANGES]
     # From the end backwards to what was there at the beginning.
@@ -118,15 +118,15 @@ def timeline_of(snapshot: Mapping[str, Any], owned: Sequence[Owned], device: int
 _CHANGES = ("alloc", "free_completed")
 
 
-class _Blocks:
+class _LiveMemory:
     """Live blocks by address, and the sum of every category."""
 
     def __init__(self, owned: Sequence[Owned]) -> None:
         self._owned = sorted(owned, key=lambda part: part.address)
-        self._live: dict[int, Block] = {}
+        self._live: dict[int, Allocation] = {}
         self._sums = dict.fromkeys(CATEGORIES, 0)
         self._peak = -1
-        self.largest_at_peak: list[tuple[Block, int]] = []
+        self.largest_at_peak: list[tuple[Allocation, int]] = []
 
     def begin(self, live: Mapping[int, int], category: str) -> None:
         """Take over the blocks that were there before anything was recorded: address -> bytes."""
@@ -147,7 +147,7 @@ class _Blocks:
         pieces = self._owners(address, size)
         if pieces:
             category = max(pieces, key=lambda name: pieces[name])
-        self._live[address] = Block(size, category, made_by)
+        self._live[address] = Allocation(size, category, made_by)
         self._sums[category] += size
 
     def _owners(self, address: int, size: int) -> dict[str, int]:
@@ -218,9 +218,9 @@ def _thinned(timeline: Timeline) -> Timeline:
         return timeline
     totals = [sum(values) for values in zip(*timeline.amounts.values(), strict=True)]
     bounds = [count * index // _MAX_POINTS for index in range(_MAX_POINTS + 1)]
-    kept = [max(range(start, stop), key=totals.__getitem__) for start, stop in itertools.pairwise(bounds)]
-    amounts = {name: [values[index] for index in kept] for name, values in timeline.amounts.items()}
-    return Timeline([timeline.milliseconds[index] for index in kept], amounts, timeline.reserved, timeline.largest)
+    indices = [max(range(start, stop), key=totals.__getitem__) for start, stop in itertools.pairwise(bounds)]
+    amounts = {name: [values[index] for index in indices] for name, values in timeline.amounts.items()}
+    return Timeline([timeline.milliseconds[index] for index in indices], amounts, timeline.reserved, timeline.largest)
 
 
 def summary(timeline: Timeline) -> str:

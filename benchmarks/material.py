@@ -65,7 +65,12 @@ def make_shards(
     num_pictures: int = 64,
     sizes: Sequence[tuple[int, int]] = ((640, 480),),
 ) -> Path:
-    """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one image.
+    """Write and index shards of `conversations`."""
+    return write_shards(folder, conversations(num_samples, sizes, num_pictures), num_shards)
+
+
+def conversations(num_samples: int, sizes: Sequence[tuple[int, int]], num_pictures: int = 64) -> list[Sample]:
+    """Return conversations with lengths like LLaVA's mix: nine of ten with one image.
 
     Answers are cut from Python's language reference, which every Python brings: English that a model can learn.
     """
@@ -80,7 +85,7 @@ def make_shards(
         answer = book[place : place + length]
         question = "<image>\nWhat is this?" if has_picture else "What is this?"
         samples.append(Sample(question, answer, pictures[number % num_pictures] if has_picture else None))
-    return write_shards(folder, samples, num_shards)
+    return samples
 
 
 def make_sound_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_sounds: int = 64) -> Path:

@@ -165,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser()
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # overrides may stand between or after the options
     args.peer_micro_batch_size = args.peer_micro_batch_size or args.micro_batch_size
     if args.peer and args.global_batch_size % (args.peer_micro_batch_size * max(1, args.gpus)):
         parser.error("--global-batch-size must be a multiple of --peer-micro-batch-size times --gpus")

@@ -155,8 +155,7 @@ def _checked(typed: RunConfig, keys: Collection[str], flag: str) -> tuple[RunCon
 def _cpus_per_node(run: RunConfig) -> int:
     """Return the number of a node's training and loader processes, if the replicas are divided evenly over nodes."""
     parallel, per_node = run.parallel, run.launch.num_gpus
-    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    return per_node + run.data.num_workers * -(-per_node // replica)
+    return per_node + run.data.num_workers * -(-per_node // parallel.replica_size)
 
 
 def _saving_in(run: RunConfig, folder: Path | None) -> RunConfig:

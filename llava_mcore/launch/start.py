@@ -72,11 +72,12 @@ class Launch:
         """Its processes and what each machine's are, such as "2 x 8 processes = tp 4 x pp 2 x dp 2; …"."""
         parallel, training, per_node = self.run.parallel, self.run.training, self.run.launch.num_gpus
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        dp = self.nodes.count * per_node // (tp * pp)
+        dp = self.nodes.count * per_node // parallel.replica_size
+        cp = f" x cp {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
         micro_batches = training.global_batch_size // (training.micro_batch_size * dp)
         first = self.nodes.rank * per_node
         return (
-            f"{self.nodes.count} x {per_node} processes = tp {tp} x pp {pp} x dp {dp}; "
+            f"{self.nodes.count} x {per_node} processes = tp {tp}{cp} x pp {pp} x dp {dp}; "
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per iteration; "
             f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}{self._length}"
         )

@@ -76,11 +76,12 @@ class RunLayout:
     vocab_multiple: int = 128
     ep: int = 1
     etp: int = 1
+    cp: int = 1
 
     @cached_property
     def dp(self) -> int:
         """Data-parallel ranks."""
-        return self.world // (self.tp * self.pp)
+        return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def expert_dp(self) -> int:
@@ -125,7 +126,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     in_device, in_host = _state(run)
     full = model.recompute == "full"
-    ranks = max(1, world // (tp * pp))
+    ranks = max(1, world // parallel.replica_size)
     return RunLayout(
         world=world,
         tp=tp,
@@ -168,6 +169,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         vocab_multiple=model.make_vocab_size_divisible_by,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
+        cp=parallel.context_parallel_size,
     )
 
 

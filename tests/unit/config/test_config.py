@@ -89,6 +89,8 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--save", "checkpoint.save", True),
     ("--save-interval 7", "checkpoint.save_interval", 7),
     ("--sequence-parallel", "parallel.sequence_parallel", True),
+    ("--cp 2", "parallel.context_parallel_size", 2),
+    ("--cp-comm-type a2a", "parallel.cp_comm_type", "a2a"),
     ("--vision-data-parallel", "parallel.vision_data_parallel", True),
     ("--ep 2", "parallel.expert_model_parallel_size", 2),
     ("--etp 2", "parallel.expert_tensor_parallel_size", 2),

@@ -41,7 +41,7 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are added up over other processes than those "
             "of the rest"
         )
-        if not parallel.use_distributed_optimizer:
+        if not parallel.divides_optimizer:
             yield f"{why}, which needs the distributed optimizer: add --dist-optim"
         if run.training.precision == "fp16":  # each optimizer would find a loss scale of its own
             yield f"{why}, which does not work with the loss scale of --precision fp16: use bf16"
@@ -71,6 +71,8 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
     has = f"{source} has mixtures of experts"
     if run.training.fp8:
         yield f"--fp8 does not work with experts yet, and {has}: omit it"
+    if run.parallel.fsdp != "none":
+        yield f"--fsdp {run.parallel.fsdp} does not work with experts yet, and {has}: use --dist-optim in place of it"
     if run.model.cuda_graphs:
         yield f"--cuda-graphs cannot capture layers that send tokens to experts, and {has}: omit it"
     if run.adapter.is_on and run.parallel.expert_model_parallel_size > 1:

@@ -132,6 +132,16 @@ class ShardedModel(FullyShardedDataParallel):
             required(self.module, "all_gather_and_wait_parameters_ready")(self._outside_units, prefetch=False)
         return super().forward(*inputs, **named_inputs)
 
+    def begin(self) -> None:
+        """Prepare the first forward pass; a collective call, after the optimizer has been built.
+
+        Weights that ranks hold whole are gathered after each update. Otherwise the first forward pass would do so once,
+        for which a replica without anything to validate is missing.
+        """
+        if not self.divides_parameters:
+            self.start_param_sync(force_sync=True)
+        self.use_whole_parameters()
+
     def use_whole_parameters(self) -> None:
         """Put the model's own parameters in place. Megatron-FSDP puts those of the optimizer there when it divides them
         and at the end of a backward pass; an optimizer is built from these."""

@@ -25,56 +25,39 @@ from transformers import (
     Qwen2Config,
     Qwen2VLImageProcessor,
     Qwen3_5Config,
+    Qwen3VLMoeConfig,
     SiglipImageProcessor,
     SiglipVisionConfig,
     WhisperFeatureExtractor,
 )
 
+from benchmarks.shape_sizes import (
+    CLIP_L,
+    LLAMA_1B,
+    LLAMA_7B,
+    LLAMA_13B,
+    LLM_JP_1_8B,
+    QWEN1_7B,
+    QWEN3_5_9B,
+    QWEN3_5_VIT,
+    QWEN3_30B_A3B,
+    QWEN3_VL_VIT,
+    QWEN_7B,
+    QWEN_VIT,
+    SO400M,
+    TINY,
+    TINY_QWEN,
+    TINY_QWEN3_5,
+    TINY_QWEN3_5_VIT,
+    TINY_QWEN3_MOE,
+    TINY_QWEN3_VL_VIT,
+    TINY_QWEN_VIT,
+    TINY_WHISPER,
+    WHISPER_LARGE,
+)
+
 Size = tuple[int, int]
 """Width and height of an image in pixels."""
-
-CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
-QWEN_VIT = {"hidden_size": 1280, "intermediate_size": 3420, "depth": 32, "num_heads": 16}
-WHISPER_LARGE = {"d_model": 1280, "encoder_ffn_dim": 5120, "encoder_layers": 32, "encoder_attention_heads": 20}
-LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-LLAMA_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
-LLM_JP_1_8B = {
-    "hidden_size": 2048,
-    "intermediate_size": 7168,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "vocab_size": 99584,
-}
-LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
-QWEN_7B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
-QWEN3_5_VIT = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16}
-QWEN3_5_9B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 248320,
-}
-QWEN1_7B = {**LLAMA_7B, "vocab_size": 156032}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-TINY_QWEN = {**TINY, "num_key_value_heads": 2}
-TINY_QWEN_VIT = {"hidden_size": 64, "intermediate_size": 96, "depth": 2, "num_heads": 4, "fullatt_block_indexes": [1]}
-TINY_QWEN3_5_VIT = {"hidden_size": 64, "intermediate_size": 96, "depth": 2, "num_heads": 4}
-TINY_QWEN3_5 = {
-    **{**TINY_QWEN, "num_hidden_layers": 4, "head_dim": 32},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-}
-TINY_WHISPER = {"d_model": 64, "encoder_ffn_dim": 128, "encoder_layers": 2, "encoder_attention_heads": 4}
 
 SOUND_SECONDS = (2.0, 16.0)
 """Range of the lengths of clips, drawn uniformly; roughly that of LibriSpeech."""
@@ -90,7 +73,7 @@ def random_sizes(shortest: int, longest: int, number: int = 64) -> tuple[Size, .
     return tuple((draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(number))
 
 
-Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen3_5", "qwen2_audio"]
+Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_audio"]
 """The model_type of a Hugging Face class."""
 
 
@@ -117,11 +100,13 @@ SHAPES: dict[str, Shape] = {
     "siglip-so400m-qwen2.5-7b": Shape("llava", SO400M, QWEN_7B, "siglip", "qwen2"),
     "llava-onevision-7b": Shape("llava_onevision", SO400M, QWEN_7B, "siglip", "qwen2", PHOTOGRAPHS),
     "qwen2.5-vl-7b": Shape("qwen2_5_vl", QWEN_VIT, QWEN_7B, sizes=random_sizes(300, 1600)),
+    "qwen3-vl-30b-a3b": Shape("qwen3_vl_moe", QWEN3_VL_VIT, QWEN3_30B_A3B, sizes=random_sizes(300, 1600)),
     "qwen3.5-9b": Shape("qwen3_5", QWEN3_5_VIT, QWEN3_5_9B, sizes=random_sizes(300, 1600)),
     "qwen2-audio-7b": Shape("qwen2_audio", WHISPER_LARGE, QWEN1_7B, decoder="qwen2", sizes=NO_PICTURES),
     "llava-1b": Shape("llava", CLIP_L, LLAMA_1B),
     "tiny-onevision": Shape("llava_onevision", TINY, TINY_QWEN, "siglip", "qwen2", PHOTOGRAPHS),
     "tiny-qwen2.5-vl": Shape("qwen2_5_vl", TINY_QWEN_VIT, TINY_QWEN, sizes=random_sizes(56, 224)),
+    "tiny-qwen3-vl-moe": Shape("qwen3_vl_moe", TINY_QWEN3_VL_VIT, TINY_QWEN3_MOE, sizes=random_sizes(64, 256)),
     "tiny-qwen3.5": Shape("qwen3_5", TINY_QWEN3_5_VIT, TINY_QWEN3_5, sizes=random_sizes(64, 256)),
     "tiny-qwen2-audio": Shape("qwen2_audio", TINY_WHISPER, TINY_QWEN, decoder="qwen2", sizes=NO_PICTURES),
     "tiny": Shape("llava", TINY, TINY),
@@ -179,7 +164,8 @@ def make_hf_folder(folder: Path, name: str, *, seq_length: int, num_layers: int 
     text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "tie_word_embeddings": False}
     if num_layers is not None:
         text["num_hidden_layers"] = num_layers
-    writers = {"qwen2_5_vl": _write_qwen, "qwen3_5": _write_qwen3_5, "qwen2_audio": _write_audio}
+    writers = {"qwen2_5_vl": _write_qwen, "qwen2_audio": _write_audio}
+    writers |= {"qwen3_vl_moe": _write_qwen3_vl_moe, "qwen3_5": _write_qwen3_5}
     return writers.get(shape.kind, _write_llava)(folder, shape, text)
 
 
@@ -240,17 +226,34 @@ def _write_qwen(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedC
     return _save(folder, config, images, tokenizer)
 
 
+def _write_qwen3_vl_moe(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
+    """Write a folder of Qwen3VLMoeForConditionalGeneration: experts in every layer."""
+    half = text["head_dim"] // 2
+    others = half * 5 // 16
+    sections = [half - 2 * others, others, others]  # 24, 20, 20 of 64 frequencies in the 30B model
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
+    return _write_qwen3(folder, Qwen3VLMoeConfig, shape, {**text, "rope_parameters": rope})
+
+
 def _write_qwen3_5(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
     """Write a folder of Qwen3_5ForConditionalGeneration: three delta nets, then attention that rotates a quarter of
-    each head; its images keep their size, rounded to whole patches."""
-    tokenizer = make_tokenizer(QWEN_SPECIAL, QWEN_TEMPLATE)
+    each head."""
     half = text["head_dim"] // 8
     sections = [(half + 2) // 3, (half + 1) // 3, half // 3]  # 11, 11, 10 of 32 frequencies in the 9B model
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": sections, "mrope_interleaved": True}
+    return _write_qwen3(folder, Qwen3_5Config, shape, {**text, "rope_parameters": rope})
+
+
+def _write_qwen3(
+    folder: Path, config_class: type[PretrainedConfig], shape: Shape, text: dict[str, Any]
+) -> PretrainedConfig:
+    """Write a folder whose images keep their size, rounded to whole patches of 16 pixels."""
+    tokenizer = make_tokenizer(QWEN_SPECIAL, QWEN_TEMPLATE)
     ids = tokenizer.convert_tokens_to_ids
-    config = Qwen3_5Config(
+    config = config_class(
         vision_config={**shape.vision, "out_hidden_size": text["hidden_size"]},
-        text_config={**text, "rope_parameters": rope | {"mrope_section": sections, "mrope_interleaved": True}},
+        text_config=text,
         image_token_id=ids("<|image_pad|>"),
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),

@@ -119,6 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"recipes; {WITH_TOWER}: in a trained tower too",
     )
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="without any: CPU processes")
+    parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts, in every layout of ours")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
     parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
     parser.add_argument("--seq-length", type=int, default=4096)
@@ -164,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser()
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # overrides may stand between or after the options
     args.peer_micro_batch_size = args.peer_micro_batch_size or args.micro_batch_size
     if args.peer and args.global_batch_size % (args.peer_micro_batch_size * max(1, args.gpus)):
         parser.error("--global-batch-size must be a multiple of --peer-micro-batch-size times --gpus")
@@ -211,6 +212,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "-g": args.gpus,
         "--tp": entry.tp,
         "--pp": entry.pp,
+        "--ep": args.ep,
         "--tokenizer-load-dir": folder / entry.shape,
         "--data-path": data,
         "--save-dir": out,
@@ -225,6 +227,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags = ["--dist-optim", f"model.freeze_vision_model={not args.train_vision}"]
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     flags += ["--vision-data-parallel"] if entry.whole_towers else []
+    flags += ["--sequence-parallel"] if entry.tp > 1 and "num_experts" in SHAPES[entry.shape].text else []
     if entry.what != "none":
         flags += ["--fp8", "--fp8-recipe", entry.what.removesuffix(WITH_TOWER)]
         flags += ["--fp8-vision"] if entry.what.endswith(WITH_TOWER) else []

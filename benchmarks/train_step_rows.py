@@ -53,6 +53,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
     row: dict[str, Any] = {"shape": entry.shape, "what": PEERS.get(entry.what, entry.what)}
     row |= {"tp": entry.tp, "pp": entry.pp, "dp": gpus // (entry.tp * entry.pp)}
     row |= {"mbs": entry.micro_batch_size, "gbs": entry.global_batch_size}
+    if args.ep > 1 and not entry.is_peer:
+        row |= {"ep": args.ep}
     if args.vision_data_parallel:
         row |= {"tower": "whole" if entry.whole_towers else "divided"}
     if args.cuda_graphs != ["off"] and not entry.is_peer:

@@ -128,6 +128,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # only a GPU's driver pins memory
         return function(*args, **kwargs)
 
     return wrapped

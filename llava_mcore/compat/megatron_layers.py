@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import attention
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from llava_mcore.compat.required import replace_name
+from llava_mcore.compat.required import replace_name, required
 
 
 def split_gradients_without_copy() -> None:
@@ -44,6 +46,29 @@ def use_position_ids(model: GPTModel, embedding: nn.Module) -> None:
     for name, value in (("rotary_pos_emb", embedding), ("position_embedding_type", "mrope")):
         replace_name(model, name, value)
     model.mrope_section = None  # what the class sets for itself where it builds the embedding; `embedding` knows it
+
+
+_ATTENTION, _MLP = "_forward_attention", "_forward_mlp"
+"""The two methods that a layer's forward pass consists of."""
+required(TransformerLayer, _ATTENTION)
+required(TransformerLayer, _MLP)
+
+
+def attention_of(
+    layer: TransformerLayer, hidden_states: Tensor, packed: PackedSeqParams, angles: Tensor | None
+) -> Tensor:
+    """Return the hidden states [t, 1, h] after a layer's attention and its residual connection."""
+    attention = required(layer, _ATTENTION)
+    output: Tensor = attention(hidden_states, packed_seq_params=packed, rotary_pos_emb=angles)[0]
+    return output
+
+
+def mlp_of(
+    layer: TransformerLayer, hidden_states: Tensor, packed: PackedSeqParams, padding_mask: Tensor | None
+) -> Tensor:
+    """Return what a layer returns, of what `attention_of` has returned."""
+    output: Tensor = required(layer, _MLP)(hidden_states, padding_mask=padding_mask, packed_seq_params=packed)
+    return output
 
 
 def change_class(layer: nn.Module, to: type[nn.Module]) -> None:

@@ -58,10 +58,11 @@ def _as_number(value: Any) -> Any:
 
 _TENSOR = Needs("parallel.tensor_model_parallel_size", at_least=2)
 _PIPELINE = Needs("parallel.pipeline_model_parallel_size", at_least=2)
+_CONTEXT = Needs("parallel.context_parallel_size", at_least=2)
 
 
 class ParallelConfig(Section):
-    """How the model is divided. The data-parallel size is processes / (tensor x pipeline)."""
+    """How the model is divided. The data-parallel size is processes / (tensor x context x pipeline)."""
 
     flag_group = "parallel"
 
@@ -69,6 +70,12 @@ class ParallelConfig(Section):
     """Processes that share every layer (tensor parallelism)."""
     pipeline_model_parallel_size: Annotated[Parts, Flag("--pp")] = 1
     """Pipeline stages that the layers are divided into."""
+    context_parallel_size: Annotated[Parts, Flag("--cp")] = 1
+    """Processes that divide the tokens of every sample, for long ones (context parallelism)."""
+    cp_comm_type: Annotated[Literal["p2p", "a2a", "all_gather"] | None, Flag("--cp-comm-type"), _CONTEXT] = None
+    """With context parallelism on GPUs, how attention reaches the tokens of the other processes: keys and values go
+    around (p2p), heads are exchanged for tokens (a2a), or all keys and values are gathered (all_gather). Not given:
+    p2p, which works with any number of heads."""
     num_layers_in_first_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
     """Decoder layers of the first pipeline stage, which also has the vision tower. Not given: like the others."""
     num_layers_in_last_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
@@ -104,6 +111,11 @@ class ParallelConfig(Section):
     """On GPUs with the distributed optimizer, gather updated weights while the next forward pass already runs."""
     backend: Annotated[Literal["nccl", "gloo"] | None, Flag("--backend")] = None
     """Communication backend; not given: nccl with GPUs, gloo without."""
+
+    @property
+    def replica_size(self) -> int:
+        """Processes of a model replica."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def divides_optimizer(self) -> bool:

@@ -113,13 +113,15 @@ def layer_bytes(model: Model, layout: RunLayout) -> float:
     attention += d.delta_share * (delta - attention)
     mlp = (4.0 + (0 if layout.adapter.is_on else 1 if fp8 else 2)) * d.ffn
     dense = 1 - d.sparse_share
-    if layout.recompute == "selective" and "mlp" in layout.recompute_modules:  # megatron-core leaves out mixtures
+    again = layout.recompute == "selective" and "mlp" in layout.recompute_modules
+    if again:
         norms, mlp = norms - 2 * d.hidden * dense, 0.0
     mlp *= dense
     if d.experts is not None:
         # What is sent to experts and comes back, once more in the order of experts; inside them; the router's numbers.
         e = d.experts
-        mlp += d.sparse_share * (e.chosen * (8 * d.hidden + 6 * e.ffn) + 6 * e.shared + 12 * e.count)
+        inside = 0 if again else 6 * e.ffn
+        mlp += d.sparse_share * (e.chosen * (8 * d.hidden + inside) + 6 * e.shared + 12 * e.count)
     if layout.recompute == "selective" and "core_attn" in layout.recompute_modules:
         attention -= 2 * d.queries
     lora = 14 * layout.adapter.language

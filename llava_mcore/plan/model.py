@@ -100,6 +100,19 @@ class Decoder:
         return self.sparse_share * self.experts.count * 3 * self.hidden * self.experts.ffn
 
     @property
+    def recomputed_weights(self) -> float:
+        """Weights that a token meets in MLPs and in its experts, which --recompute selective computes again."""
+        dense = (1 - self.sparse_share) * 3 * self.hidden * self.ffn
+        return dense + self.chosen_weights
+
+    @property
+    def chosen_weights(self) -> float:
+        """Weights of the experts of a token, the mean over the layers."""
+        if self.experts is None:
+            return 0.0
+        return self.sparse_share * self.experts.chosen * 3 * self.hidden * self.experts.ffn
+
+    @property
     def layer_weights(self) -> float:
         """Weights in the matrices of a layer but those of experts, the mean over the layers."""
         return self.mixer_weights + self.mlp_weights

@@ -144,13 +144,11 @@ def _powers(limit: int) -> list[int]:
 def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
     """Yield values of the options beside the sizes of groups."""
     run, vary = searched.run, searched.vary
-    sparse = searched.model.decoder.sparse_share == 1  # what selective recomputes, such layers do not have
-    recomputed = ("none", "full") if sparse else ("none", "selective", "full")
     graphs = run.data.packing and pp == 1 and searched.model.decoder.experts is None
     trains_tower = not run.model.freeze_vision_model and not run.adapter.is_on
     axes: list[list[Changes]] = [
         [{"parallel.sequence_parallel": tp > 1, "parallel.use_distributed_optimizer": True}],
-        [{"model.recompute": x} for x in recomputed],
+        [{"model.recompute": x} for x in ("none", "selective", "full")],
         [{"model.cuda_graphs": x, "model.cuda_graphs_vision": False} for x in (False, graphs)],
     ]
     if tp > 1:

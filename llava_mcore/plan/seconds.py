@@ -122,7 +122,7 @@ def _decoder_layer(
     """Return both passes of one layer."""
     d, tp, tokens, fp8 = model.decoder, layout.tp, work.computed, layout.fp8 != "none"
     trained, lora = layout.trains_language, layout.adapter.language
-    flows = trained or lora > 0 or flows_below(layout, "language")
+    flows = trained or lora > 0 or layout.adapter.experts > 0 or flows_below(layout, "language")
 
     # Products.
     def product(inputs: float, outputs: float) -> float:
@@ -207,10 +207,12 @@ def _recomputed(model: Model, layout: RunLayout, forward: Pass) -> Pass:
         share = 1.0 if block is None else min(1.0, block / max(layout.layers))
         return forward.times(share)
     if layout.recompute == "selective" and "mlp" in layout.recompute_modules:
-        d = model.decoder
-        dense = 1 - d.sparse_share
-        again = forward.layers * dense * 3 * d.hidden * d.ffn / d.layer_weights
-        return Pass(layers=again, other=forward.other * 0.5 * dense)
+        d, e = model.decoder, model.decoder.experts
+        again = forward.layers * d.recomputed_weights / (d.layer_weights + d.chosen_weights)
+        moved = 0.5 * (1 - d.sparse_share)
+        if e is not None:  # what the experts' products move, not what is sent
+            moved += d.sparse_share * 6 * e.ffn / (16 * d.hidden + 6 * e.ffn)
+        return Pass(layers=again, other=forward.other * moved)
     return Pass()
 
 

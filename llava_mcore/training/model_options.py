@@ -29,6 +29,8 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         params_dtype=params_dtype(run),
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        context_parallel_size=groups.cp_size,
+        cp_comm_type=run.parallel.cp_comm_type,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=groups.etp_size,
         on_cpu=restores_matrices(run),

@@ -243,7 +243,7 @@ def fuse_weight_gradients(model: VisionLanguageModel) -> None:
 def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     """Log the number of trained parameters of each part; a collective call."""
     counts = count_parameters(models, first_tp_rank=groups.tp_rank == 0)
-    counts = sum_over_ranks(groups, counts if groups.dp_rank == 0 else [0] * len(counts))
+    counts = sum_over_ranks(groups, counts if groups.data_parallel.rank() == 0 else [0] * len(counts))
     rows = [(part, counts[2 * i], counts[2 * i + 1]) for i, part in enumerate(PARTS)]
     rows.append(("all", sum(counts[::2]), sum(counts[1::2])))
     lines = [f"{part:<18} {total:>16,} {trained:>16,} {100 * trained / total:>6.1f} %" for part, total, trained in rows]
@@ -253,5 +253,6 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     fp8 = ", FP8" + (", also of the tower" if tower else "") if config.fp8 else ""
     logger.info("layers: %s%s", config.transformer_impl, fp8)
     experts = f", experts: ep {groups.ep_size} x etp {groups.etp_size}" if config.num_moe_experts else ""
-    sizes = f"tp {groups.tp_size} x pp {groups.pp_size} x dp {groups.dp_size}{experts}"
+    context = f" x cp {groups.cp_size}" if groups.cp_size > 1 else ""
+    sizes = f"tp {groups.tp_size}{context} x pp {groups.pp_size} x dp {groups.dp_size}{experts}"
     logger.info("layout: %s on %s", sizes, groups.device)

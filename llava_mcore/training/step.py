@@ -98,7 +98,7 @@ def forward_backward(
         The named sums of each micro-batch, as they are on this rank; on the last stage they have LOSS. With several
         chunks, those of each chunk.
     """
-    micro_batch_size, seq_length = batches.shape
+    micro_batch_size, local_length = batches.shape
     iterators = [iter(batches), *(batches.without_media() for _ in chunks[1:])]  # the first chunk has the tower
     reports: list[Sums] = []
     get_forward_backward_func()(
@@ -106,7 +106,7 @@ def forward_backward(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=seq_length,
+        seq_length=local_length * chunks[0].config.context_parallel_size,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
     )

@@ -17,6 +17,7 @@ from llava_mcore.data.loader.datasets import short_names
 from llava_mcore.data.loader.validation_data import ValidationData, ValidationPass
 from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.parallel.batch import HostBatch, MicroBatch, fill_rows, without_loss
+from llava_mcore.parallel.context import uncuttable
 from llava_mcore.parallel.groups import gather_to_all, sum_over_ranks
 from llava_mcore.parallel.random import kept_random_state
 from llava_mcore.parallel.share import share_step
@@ -150,6 +151,7 @@ class Validator:
         if passing is not None:
             try:
                 batches = [batch for _, batch in zip(range(self.most_batches), passing, strict=False)]
+                problem = next(filter(None, (uncuttable(batch, groups.cp_size) for batch in batches)), None)
             except LlavaMcoreError as error:
                 problem = str(error)
         raise_listed(groups, problem, DataError, "validation data cannot be used")

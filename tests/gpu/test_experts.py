@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
+from tests.gpu import expert_checks
+from tests.gpu.test_graphs import assert_same
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel.expert_checks import Layout, losses_in_bf16
@@ -43,3 +46,28 @@ def test_bf16_is_close_to_fp32(checkpoint: Path, tmp_path: Path, layout: Layout)
     found = run_world(LAYOUTS[layout], losses_in_bf16, layout=layout, **given)[0]
     for impl in ("local", "transformer_engine"):
         assert found[impl] == pytest.approx(found["fp32"], rel=1e-2), impl
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_graphs_of_attention_change_no_number(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
+    if LAYOUTS[layout] > torch.cuda.device_count():
+        pytest.skip("too few GPUs")
+    given: dict[str, Any] = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path / "save")}
+    assert_same(run_world(LAYOUTS[layout], expert_checks.with_and_without_graphs, layout=layout, **given)[0])
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, (1, 2, 1, 1), (1, 2, 2, 1)], ids=str)
+def test_optimizers_and_stages(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
+    """A precision-aware optimizer, one on the host, saves on own disks and interleaved stages: near the plain run's
+    losses, and resumed bit for bit."""
+    tp, pp, ep, _ = layout
+    size = max(tp, ep) * pp
+    if size > torch.cuda.device_count():
+        pytest.skip("too few GPUs")
+    given: dict[str, Any] = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path / "save")}
+    given["hf"] = str(hf_folder(iteration_folder(checkpoint, 0)))
+    found = run_world(size, expert_checks.save_and_resume, layout=layout, **given)[0]
+    begun, uninterrupted, _ = found["plain"]
+    for name, (losses, after, resumed) in found.items():
+        assert [*losses, *after] == pytest.approx([*begun, *uninterrupted], rel=2e-2), name
+        assert resumed == after, name

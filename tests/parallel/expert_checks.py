@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.models.language.experts import Experts
 from llava_mcore.models.trainable import count_parameters
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
 from llava_mcore.training.fetch import SkipBudget, fetch_step
-from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.save import Saver, save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.step import forward_backward, train_step
 from tests.helpers.batches import PackedLoader
@@ -28,6 +32,15 @@ TEXT_ONLY = frozenset({1, 3})
 
 
 MICRO_BATCH = 2
+ON_OWN_DISKS = {(2, 1, 2, 1), (2, 2, 2, 1)}
+"""Layouts that also save on the nodes' own disks, in the background."""
+WITH_ADAPTERS: dict[Layout, tuple[str, ...]] = {
+    (1, 1, 1, 1): ("experts", "dora"),
+    (1, 1, 2, 1): ("experts",),
+    (2, 1, 2, 1): ("experts", "dora"),
+    (2, 2, 2, 1): ("experts",),
+}
+"""Layouts that also train adapters, and their kinds: LoRA on experts and attention, DoRA on attention."""
 COEFFICIENTS = {"aux_loss_coef": 0.2, "z_loss_coef": 0.05}
 TERMS: dict[str, Any] = {f"router.{key}": value for key, value in COEFFICIENTS.items()}
 
@@ -88,9 +101,21 @@ def one_layout(
     found: dict[str, Any] = {"logits": logits(groups, model, inputs)}
     found["gradients"] = gradient_error(groups, checkpoint, gradients, save_dir)
     again = configure(groups, checkpoint, save_dir, **{"model.recompute": "selective"})
-    found["packed"] = curve(groups, again, TEXT_ONLY, PackedLoader, most_steps=2)
+    with counted_products() as products:
+        found["packed"] = curve(groups, again, TEXT_ONLY, PackedLoader, most_steps=2)
+    found["products"] = products
     found["validations"] = [validated(groups, checkpoint, folder, save_dir) for folder in data]
     found["with terms"] = trained_with_terms(groups, checkpoint, save_dir)
+    if groups.pp_size > 1:
+        chunks = {"parallel.num_layers_per_virtual_pipeline_stage": 1, "training.micro_batch_size": 1}
+        interleaved = configure(groups, checkpoint, save_dir, **chunks)
+        found["interleaved"] = curve(groups, interleaved, TEXT_ONLY, most_steps=2)
+    if layout in WITH_ADAPTERS:
+        found["adapters"] = {
+            kind: trained_adapter(groups, checkpoint, save_dir, kind) for kind in WITH_ADAPTERS[layout]
+        }
+    if layout in ON_OWN_DISKS:
+        found["own disk"] = saved_on_own_disk(groups, checkpoint, save_dir)
     # Saved after some steps; what follows is the same when it is resumed.
     run = configure(groups, checkpoint, save_dir, name="-".join(map(str, layout)))
     trainer = make_trainer(groups, run)
@@ -105,6 +130,20 @@ def one_layout(
     if source is not None:
         found["resumed elsewhere"] = resumed(groups, checkpoint, save_dir, source)
     return found
+
+
+@contextmanager
+def counted_products() -> Iterator[list[bool]]:
+    """Collect for every forward pass of experts whether it keeps what a backward pass needs."""
+    calls: list[bool] = []
+    products = Experts._mlp
+
+    def counted(experts: Experts, *inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return products(experts, *inputs)
+
+    with mock.patch.object(Experts, "_mlp", counted):
+        yield calls
 
 
 def losses_in_bf16(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
@@ -147,10 +186,43 @@ def validated(groups: Groups, checkpoint: str, data: str, save_dir: str) -> list
     return train_and_validate(groups, checkpoint, save_dir, flags, 0)["validations"]
 
 
-def resumed(groups: Groups, checkpoint: str, save_dir: str, name: str) -> list[float]:
+def resumed(groups: Groups, checkpoint: str, save_dir: str, name: str, **flags: Any) -> list[float]:
     """Return the losses of a resumed run."""
-    run = configure(groups, checkpoint, save_dir, name=name, **{"checkpoint.load_optim": True})
+    run = configure(groups, checkpoint, save_dir, **flags | {"name": name, "checkpoint.load_optim": True})
     trainer = make_trainer(groups, run)
     progress, _ = resume(trainer)
     assert progress.iteration == STEPS
     return train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, STEPS))
+
+
+def trained_adapter(groups: Groups, checkpoint: str, save_dir: str, kind: str) -> tuple[list[float], list[float]]:
+    """Return the losses of a run of adapters that saves after some steps, and those after resuming it."""
+    flags: dict[str, Any] = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.dora": kind == "dora"}
+    flags |= {"adapter.expert_r": 2} if kind == "experts" else {}
+    flags |= {"model.freeze_vision_model": True, "optimizer.projection_lr": None}
+    layout = "-".join(map(str, (groups.tp_size, groups.pp_size, groups.ep_size)))
+    run = configure(groups, checkpoint, save_dir, name=f"{kind}-{layout}", **flags)
+    trainer = make_trainer(groups, run)
+    loader = open_fake_loader(groups, trainer, run, 0)
+    begun = train_steps(groups, trainer, run, loader)
+    state = None if loader is None else loader.state()
+    companions = hf_folder(latest_checkpoint(Path(checkpoint))[0])
+    save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), companions, state)
+    losses = begun + train_steps(groups, trainer, run, loader)
+    return losses, resumed(groups, checkpoint, save_dir, run.name, **flags)
+
+
+def saved_on_own_disk(groups: Groups, checkpoint: str, save_dir: str) -> tuple[list[float], list[float]]:
+    """Return the losses after a save in the background on this node's disk, and those after resuming it."""
+    flags: dict[str, Any] = {"checkpoint.non_persistent_save_interval": 1}
+    flags["checkpoint.non_persistent_local_dir"] = f"{save_dir}/disk"
+    run = configure(groups, checkpoint, save_dir, name=f"own-disk-{groups.pp_size}", **flags)
+    trainer = make_trainer(groups, run)
+    loader = open_fake_loader(groups, trainer, run, 0)
+    train_steps(groups, trainer, run, loader)
+    saver, progress = Saver(trainer, Path(checkpoint).parent / "hf"), TrainingProgress(STEPS, STEPS * GLOBAL_BATCH)
+    state = None if loader is None else loader.state()
+    saver.save(progress, state, background=True, persistent=False)
+    uninterrupted = train_steps(groups, trainer, run, loader)
+    saver.finish(STEPS)
+    return uninterrupted, resumed(groups, checkpoint, save_dir, run.name, **flags)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -51,11 +51,14 @@ class OneRankFirstLoader(FullPackLoader):
         return batch
 
 
-def curves(tp: int, checkpoint: str, save_dir: str) -> dict[str, dict[str, Any]]:
+def curves(
+    tp: int, checkpoint: str, save_dir: str, ep: int = 1, kinds: Collection[str] = tuple(KINDS)
+) -> dict[str, dict[str, Any]]:
     """Train without and with emulated graphs; return by kind what the tests compare."""
-    groups, results = join(tp, 1), {}
+    groups, results = join(tp, 1, ep), {}
     model_graphs.LAYERS_PER_GRAPH = 2  # more than one graph in a model of four layers
-    for kind, flags in KINDS.items():
+    for kind in kinds:
+        flags = KINDS[kind] | {"parallel.expert_model_parallel_size": ep}
         sizes = {"training.micro_batch_size": 2, "data.packing": True, "parallel.sequence_parallel": tp > 1}
         run = run_config(tp, 1, checkpoint, save_dir, **flags | sizes)
         result = results[kind] = {}
@@ -106,11 +109,13 @@ def reduced_buckets() -> Iterator[list[int]]:
 
 
 def replicas_agree(groups: Groups, trainer: Trainer) -> bool:
-    """Return whether all data-parallel ranks have the same weights, bit for bit; a collective call."""
+    """Return whether all data-parallel ranks have the same weights, bit for bit, except experts of their own; a
+    collective call."""
     if trainer.run.parallel.use_distributed_optimizer:  # weights are gathered in the next forward pass
         for chunk in trainer.chunks:
             chunk.start_param_sync(force_sync=True)
-    weights = torch.cat([p.detach().flatten() for p in trainer.models[0].parameters()])
+    replicated = [p for p in trainer.models[0].parameters() if vars(p).get("allreduce", True)]
+    weights = torch.cat([p.detach().flatten() for p in replicated])
     all_weights = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(all_weights, weights)
     return all(torch.equal(x, weights) for x in all_weights[groups.tp_rank :: groups.tp_size])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.tiny_hf import make_hf_llava
@@ -78,14 +78,15 @@ def test_curves_are_those_of_the_distributed_optimizer(
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)], ids=["full", "lora"])
 def test_resumed_by_the_other_kind_and_at_another_layout(folder: Path, tmp_path: Path, lora: bool) -> None:
     """What was loaded is what was saved, bit for bit, whatever shards it was saved in; the losses follow from it."""
-    model = {"checkpoint": str(folder / "megatron"), "hf": str(folder / "hf"), "save_dir": str(tmp_path), "lora": lora}
+    checkpoint = folder / "megatron"
+    hf = hf_folder(latest_checkpoint(checkpoint)[0])
+    model = {"checkpoint": str(checkpoint), "hf": str(hf), "save_dir": str(tmp_path), "lora": lora}
     kinds = ["distributed", *fsdp_checks.MODES]
     expected = run_world(2, fsdp_checks.train_and_save, tp=1, kinds=kinds, **model)[0]
     here = [(kind, kind) for kind in fsdp_checks.MODES] + [(WHOLE, "distributed"), ("optim", WHOLE)]
     elsewhere = [(WHOLE, WHOLE), ("distributed", "optim_grads")]
     for size, tp, replicas, pairs in (
         (2, 1, 1, here),
-        (2, 2, 1, [(WHOLE, "distributed"), ("distributed", WHOLE)]),  # one data-parallel rank
         (4, 1, 2, [(saved, f"{kind}+2") for saved, kind in elsewhere]),
         (4, 2, 1, elsewhere),
     ):
@@ -101,7 +102,6 @@ def test_resumed_by_the_other_kind_and_at_another_layout(folder: Path, tmp_path:
 def exported_alike(root: Path, names: list[str]) -> None:
     """Check that runs with the same weights are exported to the same bytes."""
     for name in names:
-        assert latest_checkpoint(root / name)[0] is not None
         export_hf(root / name, root / f"hf-{name}")
     first, *others = (root / f"hf-{name}" for name in names)
     for other in others:

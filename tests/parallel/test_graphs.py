@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,21 @@ def test_graphs_that_one_rank_has_first_change_no_gradient(checkpoint: Path, tmp
     for each matrix, ranks would add up gradients of different matrices if each reduced them as they come."""
     arguments = {"tp": tp, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
     ranks: list[dict[str, dict[str, Any]]] = run_world(tp * dp, graph_checks.curves, **arguments)
-    for kind in KINDS:
+    assert_same(ranks, KINDS)
+
+
+def test_the_attention_of_layers_with_experts(tmp_path: Path) -> None:
+    """Its gradients are reduced over other ranks than those of experts, which have no graph."""
+    make_hf_llava(tmp_path / "hf", text="qwen3_moe")
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    arguments = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path), "kinds": ["distributed"]}
+    ranks = run_world(2, graph_checks.curves, tp=1, ep=2, **arguments)
+    assert_same(ranks, ["distributed"])
+
+
+def assert_same(ranks: list[dict[str, dict[str, Any]]], kinds: Iterable[str]) -> None:
+    """Losses, norms and the order of reductions do not show which rank had graphs."""
+    for kind in kinds:
         for rank, results in enumerate(ranks):
             result = results[kind]
             assert result["with"] == [pytest.approx(step, rel=1e-6) for step in result["without"]], (kind, rank)

@@ -15,6 +15,8 @@ def check_fully_sharded(run: RunConfig, world_size: int) -> Iterator[str]:
     flag = f"--fsdp {parallel.fsdp}"
     if parallel.pipeline_model_parallel_size > 1:
         yield f"{flag} works with --pp 1 only: use --tp and --fsdp, or --pp and --dist-optim"
+    if parallel.context_parallel_size > 1:
+        yield f"{flag} does not work with --cp yet: use --dist-optim in place of {flag}"
     yield from _check_replicas(run, world_size)
     yield from _check_precision(run, flag)
     yield from _check_model(run, flag)
@@ -24,7 +26,7 @@ def check_fully_sharded(run: RunConfig, world_size: int) -> Iterator[str]:
 def _check_replicas(run: RunConfig, world_size: int) -> Iterator[str]:
     """Yield why the data-parallel ranks cannot be divided into groups."""
     parallel, replicas = run.parallel, run.parallel.hsdp_replicas
-    per_replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    per_replica = parallel.replica_size
     if replicas == 1 or world_size % per_replica:
         return
     dp = world_size // per_replica

@@ -30,6 +30,13 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
         )
 
 
+def replica_words(parallel: ParallelConfig) -> str:
+    """Return the factors of a model replica's size, as flags."""
+    cp = parallel.context_parallel_size
+    middle = f" x --cp {cp}" if cp > 1 else ""
+    return f"--tp {parallel.tensor_model_parallel_size}{middle} x --pp {parallel.pipeline_model_parallel_size}"
+
+
 def check_balance(parallel: ParallelConfig) -> Iterator[str]:
     """Yield keys that decide what parallel.balance would."""
     if parallel.balance == "none" or parallel.pipeline_model_parallel_size == 1:
@@ -112,7 +119,7 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
             f"parallel.num_layers_per_virtual_pipeline_stage {chunk} does not divide the {layers // pp} layers of a "
             f"stage of {source} into several chunks: use {' or '.join(fitting) or 'no interleaving'}"
         )
-    replicas = max(1, world_size // (parallel.tensor_model_parallel_size * pp))
+    replicas = max(1, world_size // parallel.replica_size)
     ramp = run.training.ramp
     for size in (run.training.global_batch_size, *(() if ramp is None else (ramp.start, ramp.increment))):
         micro_batches = size // (run.training.micro_batch_size * replicas)

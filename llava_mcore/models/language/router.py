@@ -111,8 +111,9 @@ def token_weights(config: TransformerConfig, loss_mask: Tensor | None) -> Tensor
     """Return the weight of each token in the terms of routers, float32 [b, s]; of this rank's tokens only with sequence
     parallelism.
 
-    All tokens up to the last trained one of a row have the same; what follows is padding and has 0. Weights add up to
-    the number of trained tokens, by which a step divides what it adds up.
+    All tokens up to the last trained one of a row have the same. What follows has 0: padding, which only stands at a
+    row's end, and what predicts nothing. Weights add up to the number of trained tokens, by which a step divides what
+    it adds up.
 
     Args:
         loss_mask: float32 [b, s]; None outside of training.

@@ -16,24 +16,20 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
+from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import Tensor
 
-from llava_mcore.adapters.attach import adapters_of
 from llava_mcore.compat.graphs import destroy_graphs, make_graphs, new_pool, parameter_gathering
-from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.training.graphs.packs import Packs, Sample
+from llava_mcore.training.graphs.segments import LayerSegment, segment_of
 
 logger = logging.getLogger(__name__)
 
 # megatron-core's mark of parameters whose gradients the backward pass has already added to their sums.
 _FUSED = "grad_added_to_main_grad"
-# megatron-core's mark of layers whose weights may have changed since their last forward pass.
-_FIRST = "is_first_microbatch"
 
 
 class LayerGraphs:
@@ -55,7 +51,7 @@ class LayerGraphs:
         """
         self._config, self._packs = config, packs
         self._gather = parameter_gathering(chunk)
-        self._segments = [LayerSegment(layers, packs) for layers in segments]
+        self._segments = [segment_of(layers, packs) for layers in segments]
         self._graphs: dict[tuple[int, ...], list[Callable[..., Tensor]]] = {}
         self._seen: dict[tuple[int, ...], list[Sample]] = {}
         self._without: set[tuple[int, ...]] = set()
@@ -92,7 +88,7 @@ class LayerGraphs:
         gc.collect()
         torch.cuda.empty_cache()
         return make_graphs(
-            [LayerSegment(segment.layers, self._packs) for segment in self._segments],
+            [segment_of(segment.layers, self._packs) for segment in self._segments],
             samples,
             fp8=[segment.in_fp8 for segment in self._segments],
             recipe=get_fp8_recipe(self._config) if self._config.fp8 else None,
@@ -128,6 +124,7 @@ class LayerGraphs:
                 if shape in self._graphs:
                     segment.is_done = True
                     hidden_states = self._replay(segment, self._graphs[shape][index], inputs)
+                    hidden_states = segment.finish(hidden_states, packed_seq_params, more.get("padding_mask"))
                     return segment.add_features(hidden_states, context), context
                 if shape not in self._without:
                     sample = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
@@ -162,58 +159,5 @@ class LayerGraphs:
         return graph(*inputs, is_first_microbatch=segment.use_weights())
 
 
-def factors_of(layers: nn.Module) -> nn.ModuleList:
-    """Return the factors of the adapters of layers, which are no parts of them."""
-    adapters = [adapter for module in layers.modules() for adapter in adapters_of(module)]
-    return nn.ModuleList(factors for adapter in adapters for factors in adapter.factors.values())
-
-
 def _shape(sample: Sample) -> tuple[int, ...]:
     return tuple(x.shape[0] for x in sample)
-
-
-class LayerSegment(nn.Module):
-    """Layers that follow each other, with their adapters, as a function of tensors.
-
-    `fused`: parameters whose gradients are added to their sums inside the passes. `is_done`: the graph has run in
-    this pass.
-    """
-
-    def __init__(self, layers: Iterable[TransformerLayer], packs: Packs) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.factors = factors_of(self.layers)
-        self.packs = packs
-        self.fused: list[Parameter] = []
-        self.is_done = False
-
-    @property
-    def in_fp8(self) -> bool:
-        """Whether the layers multiply in FP8."""
-        first = self.layers[0]
-        assert isinstance(first, TransformerLayer)
-        return bool(first.config.fp8) and not is_first_last_bf16_layer(first.config, first.layer_number - 1)
-
-    def use_weights(self) -> bool:
-        """Return whether weights may have changed since the last pass, as megatron-core's schedules mark it."""
-        marked = [vars(module) for module in self.modules() if _FIRST in vars(module)]
-        is_first = any(marks[_FIRST] for marks in marked)
-        for marks in marked:
-            marks[_FIRST] = False
-        return is_first
-
-    def add_features(self, hidden_states: Tensor, context: Tensor | None) -> Tensor:
-        """Return what `forward` returned with the features of the last layer, if it adds some."""
-        last = self.layers[-1]
-        return last.add_features(hidden_states, context) if isinstance(last, DeepstackLayer) else hidden_states
-
-    def forward(self, *sample: Tensor) -> Tensor:
-        """Return hidden states [t, 1, h], [t / tp, 1, h] with sequence parallelism, of a `Sample`."""
-        hidden_states = sample[0]
-        params, angles = self.packs.arguments(*sample)
-        for layer in self.layers:
-            class_forward = type(layer).forward
-            hidden_states, _ = class_forward(
-                layer, hidden_states, attention_mask=None, packed_seq_params=params, rotary_pos_emb=angles
-            )
-        return hidden_states

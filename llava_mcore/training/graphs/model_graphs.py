@@ -17,8 +17,9 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.patches import PatchTransformer
-from llava_mcore.training.graphs.layer_graphs import LayerGraphs, factors_of
+from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.packs import PatchPacks, TokenPacks
+from llava_mcore.training.graphs.segments import factors_of, has_experts
 
 LAYERS_PER_GRAPH = 4
 """Larger graphs copy and keep less between them; smaller ones let gradients be reduced earlier, which is of no use for
@@ -96,7 +97,8 @@ def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfi
 
 
 def decoder_segments(model: LanguageModel, num_deepstack: int = 0) -> Iterator[list[TransformerLayer]]:
-    """Yield layers that become one graph: neighbors, all in FP8 or none. Features are added between two graphs."""
+    """Yield layers that become one graph: neighbors, all in FP8 or none, or one whose experts follow without a graph.
+    Features are added between two graphs."""
     is_adapted = any(adapters_of(module) for module in model.decoder.modules())
     group_size = len(model.decoder.layers) if is_adapted else LAYERS_PER_GRAPH
     for _, group in groupby(
@@ -104,6 +106,7 @@ def decoder_segments(model: LanguageModel, num_deepstack: int = 0) -> Iterator[l
         lambda layer: (
             min(layer.layer_number, num_deepstack + 1),
             is_first_last_bf16_layer(model.config, layer.layer_number - 1),
+            layer.layer_number if has_experts(layer) else 0,
         ),
     ):
         layers = list(group)

@@ -191,11 +191,11 @@ def _state(
 
 
 def _sharded_random_state(groups: Groups, *, of_every_rank: bool = True) -> ShardedObject:
-    """Return this rank's generators. Those of data-parallel ranks begin equal, but each draws as its batches need."""
+    """Return this rank's generators. Each data- and context-parallel rank draws as its tokens need."""
     shape, position = (groups.pp_size, groups.tp_size), (groups.pp_rank, groups.tp_rank)
     if not of_every_rank:
-        return ShardedObject("random_state", random_state(), shape, position, replica_id=groups.dp_rank)
-    full_shape, local_position = (*shape, groups.dp_size), (*position, groups.dp_rank)
+        return ShardedObject("random_state", random_state(), shape, position, replica_id=groups.data_parallel.rank())
+    full_shape, local_position = (*shape, groups.data_parallel.size()), (*position, groups.data_parallel.rank())
     return ShardedObject("random_state", random_state(), full_shape, local_position, replica_id=0)
 
 
@@ -203,8 +203,9 @@ def _random_state_of(checkpoint: Path, before: RunConfig, groups: Groups) -> Sha
     """Return the generators to load into; None if the checkpoint is of another layout."""
     record = read_object(checkpoint / RUN_JSON, CheckpointError)
     of_every_rank = record.get(RANDOM_STATES) == OF_EVERY_RANK
-    saved = [before.parallel.tensor_model_parallel_size, before.parallel.pipeline_model_parallel_size]
-    now = [groups.tp_size, groups.pp_size]
+    parallel = before.parallel
+    saved = [parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.pipeline_model_parallel_size]
+    now = [groups.tp_size, groups.cp_size, groups.pp_size]
     if of_every_rank:
         saved.append(record["layout"]["data_parallel_size"])
         now.append(groups.dp_size)

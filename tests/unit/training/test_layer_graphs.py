@@ -102,15 +102,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-def train(trainer: Trainer, steps: int = 4) -> list[tuple[float, float]]:
+def train(trainer: Trainer, steps: int = 4, *, loads: bool = False) -> list[tuple[Any, ...]]:
+    """Return loss and gradient norm of each step; with `loads` what routers report too."""
     groups = trainer.groups
     loader = FullPackLoader(trainer.hf, micro_batch_size=2, dp_rank=0, dp_size=1, text_only=MIXED)
-    found = []
+    found: list[tuple[Any, ...]] = []
     for _ in range(steps):
         batches, *_ = fetch_step(groups, loader, GLOBAL_BATCH // 2, SkipBudget(0.0), trainer.fields)
         parts = groups, trainer.chunks, trainer.optimizer, trainer.scheduler
-        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs).result()
-        found.append((result.loss, result.grad_norm))
+        of_experts = trainer.loads if loads else None
+        result = train_step(*parts, batches, GLOBAL_BATCH, trainer.graphs, loads=of_experts).result()
+        found.append((result.loss, result.grad_norm, *((result.loads, result.sums) if loads else ())))
     return found
 
 
@@ -246,6 +248,33 @@ def test_features_are_added_between_graphs(tmp_path: Path, calls: Calls) -> None
     object.__setattr__(trainer, "graphs", [graphs])
     assert case.train(trainer) == expected
     assert calls.calls == 2 * len(case.packs) * len(segments)
+
+
+def test_experts_follow_without_a_graph(tmp_path: Path, calls: Calls) -> None:
+    """Only the attention of such a layer is captured: routers report their terms and loads as without graphs."""
+    make_hf_llava(tmp_path / "hf", text="qwen3_moe")
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    flags = {"data.packing": True, "router.aux_loss_coef": 0.1, "router.z_loss_coef": 0.1}
+    run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **flags)
+    trainer = make_trainer(join_alone(), run)
+    expected = train(trainer, loads=True)
+    trainer = make_trainer(join_alone(), run)
+    model = trainer.models[0].language_model
+    segments = list(model_graphs.decoder_segments(model))
+    assert [[layer.layer_number for layer in layers] for layers in segments] == [[1], [2], [3], [4]]
+    graphs = LayerGraphs(segments, model.config, trainer.chunks[0], TokenPacks(LENGTH))
+    captured = {id(p) for segment in graphs._segments for p in segment.parameters()}
+    names = {name for name, p in model.decoder.layers.named_parameters() if id(p) not in captured}
+    assert {name.partition(".")[2] for name in names if name[0] in "023"} == {
+        "pre_mlp_layernorm.weight",
+        "mlp.router.weight",
+        "mlp.experts.linear_fc1.weight",
+        "mlp.experts.linear_fc2.weight",
+    }
+    assert not any(name.startswith("1.") for name in names), "the second layer has a plain MLP"
+    object.__setattr__(trainer, "graphs", [graphs])
+    assert train(trainer, loads=True) == expected
+    assert calls.calls == 3 * (GLOBAL_BATCH // 2) * len(segments)
 
 
 def test_sizes_end_with_the_largest_pack() -> None:

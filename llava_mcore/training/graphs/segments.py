@@ -1,0 +1,121 @@
+"""What becomes one CUDA graph: layers that follow each other, or the attention of a layer with experts.
+
+t: tokens or patches, h: hidden size.
+"""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from collections.abc import Sequence
+
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from llava_mcore.adapters.attach import adapters_of
+from llava_mcore.compat.megatron_layers import attention_of, mlp_of
+from llava_mcore.models.language.experts import ExpertLayer
+from llava_mcore.models.language.layers import DeepstackLayer
+from llava_mcore.training.graphs.packs import Packs
+
+# megatron-core's mark of layers whose weights may have changed since their last forward pass.
+_FIRST = "is_first_microbatch"
+
+
+def segment_of(layers: Sequence[TransformerLayer], packs: Packs) -> LayerSegment:
+    """Return layers as a segment. A layer with experts is one of its own: see `has_experts`."""
+    return AttentionSegment(layers, packs) if has_experts(layers[0]) else LayerSegment(layers, packs)
+
+
+def has_experts(layer: TransformerLayer) -> bool:
+    """Return whether a layer sends tokens to experts: their numbers differ, so that only its attention has fixed
+    shapes."""
+    return isinstance(layer.mlp, ExpertLayer)
+
+
+def factors_of(layers: nn.Module) -> nn.ModuleList:
+    """Return the factors of the adapters of layers, which are no parts of them."""
+    adapters = [adapter for module in layers.modules() for adapter in adapters_of(module)]
+    return nn.ModuleList(factors for adapter in adapters for factors in adapter.factors.values())
+
+
+class LayerSegment(nn.Module):
+    """Layers that follow each other, with their adapters, as a function of tensors.
+
+    `fused`: parameters whose gradients are added to their sums inside the passes. `is_done`: the graph has run in
+    this pass.
+    """
+
+    def __init__(self, layers: Sequence[TransformerLayer], packs: Packs) -> None:
+        super().__init__()
+        self.layers = tuple(layers)
+        self.captured = self._captured()
+        self.factors = factors_of(self.captured)
+        self.packs = packs
+        self.fused: list[Parameter] = []
+        self.is_done = False
+
+    def _captured(self) -> nn.ModuleList:
+        """Return the modules that the graph computes."""
+        return nn.ModuleList(self.layers)
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the layers multiply in FP8."""
+        first = self.layers[0]
+        return bool(first.config.fp8) and not is_first_last_bf16_layer(first.config, first.layer_number - 1)
+
+    def use_weights(self) -> bool:
+        """Return whether weights may have changed since the last pass, as megatron-core's schedules mark it."""
+        marked = [vars(module) for module in self.modules() if _FIRST in vars(module)]
+        is_first = any(marks[_FIRST] for marks in marked)
+        for marks in marked:
+            marks[_FIRST] = False
+        return is_first
+
+    def finish(self, hidden_states: Tensor, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
+        """Return what the layers return, of what `forward` has returned: the same.
+
+        Args:
+            packed: the arguments of the layers in this pass.
+            padding_mask: likewise.
+        """
+        return hidden_states
+
+    def add_features(self, hidden_states: Tensor, context: Tensor | None) -> Tensor:
+        """Return what `forward` returned with the features of the last layer, if it adds some."""
+        last = self.layers[-1]
+        return last.add_features(hidden_states, context) if isinstance(last, DeepstackLayer) else hidden_states
+
+    def forward(self, *sample: Tensor) -> Tensor:
+        """Return hidden states [t, 1, h], [t / tp, 1, h] with sequence parallelism, of a `Sample`."""
+        hidden_states = sample[0]
+        params, angles = self.packs.arguments(*sample)
+        for layer in self.layers:
+            class_forward = type(layer).forward
+            hidden_states, _ = class_forward(
+                layer, hidden_states, attention_mask=None, packed_seq_params=params, rotary_pos_emb=angles
+            )
+        return hidden_states
+
+
+class AttentionSegment(LayerSegment):
+    """The attention of a layer with experts, and its residual connection. The experts follow without a graph."""
+
+    def _captured(self) -> nn.ModuleList:
+        (layer,) = self.layers
+        return nn.ModuleList([layer.input_layernorm, layer.self_attention])
+
+    def finish(self, hidden_states: Tensor, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
+        """Return what the layer returns, of what `forward` has returned: the experts' outputs are added."""
+        (layer,) = self.layers
+        return mlp_of(layer, hidden_states, packed, padding_mask)
+
+    def forward(self, *sample: Tensor) -> Tensor:
+        """Return hidden states before the norm of the experts, shapes as of `LayerSegment`."""
+        params, angles = self.packs.arguments(*sample)
+        (layer,) = self.layers
+        return attention_of(layer, sample[0], params, angles)

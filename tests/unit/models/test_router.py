@@ -1,0 +1,52 @@
+"""Which tokens count in the terms of routers."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llava_mcore.data.loader.collate import collate
+from llava_mcore.data.samples import EncodedSample, TokenConversation
+from llava_mcore.models.language.router import token_weights
+
+CONFIG: Any = SimpleNamespace(num_moe_experts=8, sequence_parallel=False)
+LENGTHS = (5, 9, 3)
+"""Of conversations, whose last two tokens are trained."""
+
+
+def samples() -> list[EncodedSample]:
+    conversations = [
+        TokenConversation(f"c{n}", np.arange(n, dtype=np.int64) + 4, np.arange(n) >= n - 2, (), False) for n in LENGTHS
+    ]
+    pixels = torch.zeros(0, 3, 2, 2)
+    return [
+        EncodedSample(__key__=x.key, __restore_key__=(), conversations=[x], pixel_values=pixels) for x in conversations
+    ]
+
+
+@pytest.mark.parametrize("multiple", [1, 8, 32])
+def test_padding_counts_nothing(multiple: int) -> None:
+    """Neither that of rows nor that of packs, however long; the others count as much as the trained ones together."""
+    options: dict[str, Any] = {"seq_length": 32, "pad_token_id": 3, "multiple": multiple}
+    for packed in (False, True):
+        batch = collate(samples(), packed=packed, **options)
+        weights = token_weights(CONFIG, batch.loss_mask)
+        assert weights is not None and weights.shape == batch.input_ids.shape
+        # The last token of a row predicts nothing.
+        counted = [sum(LENGTHS) - 1] if packed else [n - 1 for n in LENGTHS]
+        for row, number in zip(weights, counted, strict=True):
+            assert (row[:number] == row[0]).all() and not row[number:].any()
+        assert weights.sum() == pytest.approx(2 * len(LENGTHS))
+
+
+def test_without_trained_tokens() -> None:
+    weights = token_weights(CONFIG, torch.zeros(2, 8))
+    assert weights is not None and not weights.any()
+    assert token_weights(CONFIG, None) is None
+    assert token_weights(SimpleNamespace(num_moe_experts=None), torch.ones(2, 8)) is None

@@ -177,7 +177,7 @@ def _build_optimizer(
     optimizer = build_optimizer(run, chunks)
     for chunk in chunks:
         if isinstance(chunk, ShardedModel):
-            chunk.use_whole_parameters()
+            chunk.begin()
     scheduler = build_scheduler(run, optimizer)
     no_sync = [chunk.no_sync for chunk in chunks]
     divides = run.parallel.vision_data_parallel

@@ -57,15 +57,10 @@ def load_run_config(
     errors: list[str] = []
     # The file, in our form or as command lines of another trainer.
     if config_file is not None:
-        content = read_config_file(config_file)
-        if isinstance(content, list):
-            translated, refused = translate(content, config_file)
-            errors += refused
-            for dotted, value, trainer_key in translated:
-                _put(values, origin, dotted, value, f"{trainer_key} in {config_file}")
-        else:
-            for dotted, value in _flatten(content):
-                _put(values, origin, dotted, value, f"in {config_file}")
+        settings, refused = _settings(config_file)
+        errors += refused
+        for dotted, value, source in settings:
+            _put(values, origin, dotted, value, source)
     # What was typed replaces what the file says.
     for text in overrides:
         dotted, equals, value = text.partition("=")
@@ -85,6 +80,22 @@ def load_run_config(
     if errors:
         raise _not_valid(errors)
     return config
+
+
+def settings_of_file(config_file: Path) -> list[tuple[str, Any]]:
+    """Return (dotted key, value) of what a valid file sets, in our form or in that of another trainer."""
+    return [(dotted, value) for dotted, value, _ in _settings(config_file)[0]]
+
+
+def _settings(config_file: Path) -> tuple[list[tuple[str, Any, str]], list[str]]:
+    """Return (dotted key, value, origin) of what a file sets, and what of another trainer's list is refused."""
+    content = read_config_file(config_file)
+    if isinstance(content, list):
+        translated, refused = translate(content, config_file)
+        return [
+            (dotted, value, f"{trainer_key} in {config_file}") for dotted, value, trainer_key in translated
+        ], refused
+    return [(dotted, value, f"in {config_file}") for dotted, value in _flatten(content)], []
 
 
 def as_run_config(config: RunConfig | Mapping[str, Any] | Path | str) -> RunConfig:

@@ -40,6 +40,7 @@ from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter, StartTimes
 from llava_mcore.training.logs.run_record import adopt_ids
 from llava_mcore.training.loop import StopRules, TrainingLoop
+from llava_mcore.training.memory_snapshot import MemoryRecorder
 from llava_mcore.training.saving.hf_files import carried_files
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
@@ -119,6 +120,7 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         validator=Validator(trainer, validation, watchdog),
         answerer=raise_together(groups, lambda: Answerer(trainer, answers, hf_dir, watchdog)),
         profiler=IterationProfiler(run, groups),
+        memory=MemoryRecorder(trainer),
         stop=stop,
         watchdog=watchdog,
         times=times,

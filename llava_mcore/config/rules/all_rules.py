@@ -115,6 +115,8 @@ def check_run(
     errors += check_operations(run, world_size)
     if run.parallel.backend == "nccl" and not device_available:
         errors.append("--backend nccl needs GPUs and none was found: omit the flag, or use gloo")
+    if run.logging.memory_snapshot is not None and not device_available:
+        errors.append("--memory-snapshot records a GPU's memory and none was found: omit it; --profile works on CPUs")
     if run.model.attention_backend and (not device_available or run.model.transformer_impl == "local"):
         errors.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: omit them")
     if run.training.fp8 and not device_available:

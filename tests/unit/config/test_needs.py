@@ -13,8 +13,12 @@ from llava_mcore.config.needs import NEEDS, check_needs, words_of
 
 # key -> a value that is not its default, and what it needs
 CASES: dict[str, tuple[str, list[str]]] = {
+    "launch.image": ("x", ["launch.k8s=jobset"]),
+    "launch.volumes": ("a:/b", ["launch.vertex=m"]),
+    "launch.job_options": ("/o.yaml", ["launch.k8s=jobset"]),
     "logging.wandb_project": ("x", ["logging.wandb=true"]),
     "logging.mlflow_experiment": ("x", ["logging.mlflow=true"]),
+    "logging.memory_snapshot_ranks": ("0", ["logging.memory_snapshot=2"]),
     "logging.profile_ranks": ("0", ["logging.profile=1:2"]),
     "checkpoint.save_optim": ("true", ["checkpoint.save=true"]),
     "checkpoint.keep_last": ("2", ["checkpoint.save_interval=5"]),

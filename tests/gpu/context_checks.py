@@ -28,7 +28,7 @@ def losses(
     for name, case in cases.items():
         for way in ways:
             flags: dict[str, Any] = {"training.global_batch_size": 3, "training.train_iters": STEPS}
-            flags |= {"training.precision": "bf16", "optimizer.lr_warmup_fraction": 0.0}
+            flags |= {"training.precision": "bf16", "optimizer.lr": 2e-5, "optimizer.lr_warmup_fraction": 0.0}
             if way != LOCAL:
                 flags |= {"model.transformer_impl": "transformer_engine"}
                 flags |= {"parallel.cp_comm_type": way} if cp > 1 else {}

@@ -17,13 +17,7 @@ from tests.parallel.test_vision_parallel import OF_PICTURES, OF_QWEN
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Heads of a size that the kernels of divided attention take, and as many as four ranks divide."""
 LAYOUTS = [x for x in [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)] if x[0] * x[1] * x[2] <= NUM_GPUS]
 """tp, cp, pp."""
@@ -33,10 +27,12 @@ LAYOUTS = [x for x in [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)] if x[0] * x[1
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """A class with tiles and one with M-RoPE."""
     root = tmp_path_factory.mktemp("context")
-    text = {key: value for key, value in WIDE.items() if key != "head_dim"}
-    make_hf_llava(root / "llava", text_overrides=WIDE)
+    make_hf_llava(root / "llava", text_overrides=WIDE | {"head_dim": 64})
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
-    make_hf_qwen(root / "qwen2_5_vl", "qwen2_5_vl", text_overrides=text | {"rope_parameters": rope})
+    of_tower = {"out_hidden_size": WIDE["hidden_size"]}
+    make_hf_qwen(
+        root / "qwen2_5_vl", "qwen2_5_vl", text_overrides=WIDE | {"rope_parameters": rope}, vision_overrides=of_tower
+    )
     found = {}
     for name, conversations in (("llava", OF_PICTURES), ("qwen2_5_vl", OF_QWEN)):
         import_hf(root / name, root / f"{name}-megatron")

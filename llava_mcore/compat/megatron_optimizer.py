@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -81,6 +83,13 @@ def own_part(optimizer: DistributedOptimizer, param: Parameter) -> Parameter:
     return optimizer.optimizer.param_groups[group]["params"][index]
 
 
+def group_of(optimizer: DistributedOptimizer, param: Parameter) -> dict[str, Any]:
+    """Return the parameter group of a parameter."""
+    group, _ = required(optimizer, "model_param_group_index_map")[param]
+    found: dict[str, Any] = optimizer.optimizer.param_groups[group]
+    return found
+
+
 def weights_and_moments(optimizer: DistributedOptimizer, param: Parameter) -> dict[str, Tensor]:
     """Return this rank's part of a parameter's fp32 weights ("param") and moments, flattened."""
     return required(optimizer, "_get_main_param_and_optimizer_states")(param)
@@ -95,3 +104,26 @@ def hand_state_to_parts(optimizer: HybridDeviceOptimizer) -> None:
     """Pass the loaded state of an offloaded optimizer on to its parts on the GPU and on the host."""
     sync: Any = required(optimizer, "_sync_hdo_state_to_sub_optimizers")
     sync()
+
+
+def updated_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Parameter, Parameter, int, int]]:
+    """Yield every parameter of which this rank updates a part, what the inner optimizer updates in its place (an fp32
+    copy, or a flat part), and the part's start and end."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, start, stop in own_ranges(optimizer):
+            yield parameter, own_part(optimizer, parameter), start, stop
+        return
+    pairs = [(x, x) for group in (optimizer.param_groups if optimizer.optimizer else []) for x in group["params"]]
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        halves, copies, whole = (
+            [x for group in required(optimizer, name) for x in group]
+            for name in ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
+        )
+        pairs = [*zip(halves, copies, strict=True), *((x, x) for x in whole)]
+    for parameter, updated in pairs:
+        yield parameter, updated, 0, parameter.numel()
+
+
+def replace_inner(optimizer: MegatronOptimizer, inner: torch.optim.Optimizer) -> None:
+    """Give an optimizer of megatron-core another inner one, of the same parameter groups."""
+    replace_name(optimizer, "optimizer", inner)

@@ -187,6 +187,11 @@ def tensor_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def expert_tensor_parallel_group() -> dist.ProcessGroup:
+    """Return the group of the ranks that divide the matrices of an expert."""
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
 def group_of_this_rank() -> dist.ProcessGroup:
     """Return a group of this rank alone: tensor-parallel layers in it are whole, and communicate with nobody.
 

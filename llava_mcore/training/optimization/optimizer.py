@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
     ParamKey,
+    ParamPredicate,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -27,6 +28,9 @@ from llava_mcore.config.sections.optimizer import OptimizerConfig as OptimizerSe
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups, tensor_parallel_group
+from llava_mcore.training.optimization.common_state import chained
+from llava_mcore.training.optimization.muon import ADAM, use_muon
+from llava_mcore.training.optimization.muon_matrices import Matrix
 from llava_mcore.training.optimization.optimizers import DTYPES, OPTIMIZERS
 
 
@@ -87,8 +91,14 @@ def overlaps_param_gather(run: RunConfig) -> bool:
     return parallel.use_distributed_optimizer and is_enabled and not run.adapter.is_on
 
 
-def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Build the run's optimizer, plain or distributed over data-parallel ranks."""
+def build_optimizer(
+    run: RunConfig, chunks: Sequence[DistributedDataParallel], matrices: Mapping[int, Matrix] | None = None
+) -> MegatronOptimizer:
+    """Build the run's optimizer, plain or distributed over data-parallel ranks.
+
+    Args:
+        matrices: what Muon updates, if the run uses it.
+    """
     options, kind = run.optimizer, OPTIMIZERS[run.optimizer.name]
     # Options that the optimizer or this machine does not have.
     if run.parallel.use_distributed_optimizer and not kind.can_be_distributed:
@@ -118,9 +128,14 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         overlap_cpu_optimizer_d2h_h2d=options.cpu_offload,
         **kind.settings(options),
     )
-    return get_megatron_optimizer(
-        config, list(chunks), config_overrides=overrides(run, config), use_gloo_process_groups=False
-    )
+    by_key = overrides(run, config)
+    if matrices is not None:
+        others = ParamPredicate(name="not a matrix of a linear layer", fn=lambda p: id(p) not in matrices)
+        by_key[ParamKey(predicate=others)] = ParamGroupOverride(optimizer=ADAM)
+    optimizer = get_megatron_optimizer(config, list(chunks), config_overrides=by_key, use_gloo_process_groups=False)
+    if matrices is not None:
+        use_muon(chained(optimizer), matrices, options)
+    return optimizer
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import (
 
 from llava_mcore.checkpoint.sharded import each_layer_apart
 from llava_mcore.compat.megatron_optimizer import (
+    group_of,
     hand_state_to_parts,
     own_part,
     own_ranges,
@@ -42,6 +43,7 @@ from llava_mcore.training.optimization.common_state import (
     load_common_state,
     num_updates,
 )
+from llava_mcore.training.optimization.muon import MuonAndAdamW
 from llava_mcore.training.optimization.optimizers import kind_of
 from llava_mcore.weights.slices import slices_of_range
 
@@ -74,7 +76,7 @@ def optimizer_state(
         tensors = {} if is_loading else _own_tensors(one, param)
         parts[index] = {
             name: _slices(f"optimizer.state.{name}", sharded_by_tensor[param], start, stop, tensors.get(name))
-            for name in _names(one)
+            for name in _names(one, param)
         }
     common = common_state(distributed, updates)
     return common | SHARDING | ({PARAM_STATE: parts} if parts else {})
@@ -155,7 +157,8 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, updates:
     saved = state.get("optimizer", state)
     for one in chained(optimizer):
         kind = kind_of(one.optimizer)
-        if kind is not None and kind.counts_updates:
+        per_group = isinstance(one.optimizer, MuonAndAdamW) and not one.optimizer.counts_per_parameter
+        if kind is not None and kind.counts_updates and not per_group:
             saved["state"]["common_step"] = torch.tensor(float(max(0, updates)))
         elif one.optimizer is not None:
             count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, updates)
@@ -164,7 +167,10 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, updates:
     return state
 
 
-def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
+def _names(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> tuple[str, ...]:
+    inner = distributed.optimizer
+    if isinstance(inner, MuonAndAdamW):
+        return ("param", *inner.moments_of(group_of(distributed, param)))
     return ("param", *distributed.optimizer_state_keys)
 
 
@@ -193,7 +199,8 @@ def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -
         tensors = {"param": local.detach().float().cpu()}
     weights = tensors["param"]
     return {
-        name: tensors[name].detach() if name in tensors else torch.zeros_like(weights) for name in _names(distributed)
+        name: tensors[name].detach() if name in tensors else torch.zeros_like(weights)
+        for name in _names(distributed, param)
     }
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.muon_loss --iters 300 --lr 1e-4 3e-4 --json out.json
     python -m benchmarks.muon_loss --hf-dir llava-1.5-7b-hf --data-path shards --iters 300 --lr 1e-5 2e-5
 
-Weights start equal (one seed, or those of --hf-dir), samples come in one order, and each optimizer gets each rate. Prints
-the loss of the first steps, after a third and at the end, and the time of a step. Without --hf-dir a model of
+Weights start equal (one seed, or those of --hf-dir), samples come in one order, and each optimizer gets each rate.
+Prints the loss of the first steps, after a third and at the end, and the time of a step. Without --hf-dir a model of
 --shape is trained from random weights. With `--gpus N` each run has so many GPUs and shards its optimizer over them;
 runs take turns where there are not enough GPUs.
 """

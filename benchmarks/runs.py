@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.record import ROOT
 from llava_mcore.processes.parent import tied_command
@@ -34,11 +35,24 @@ def training_command(options: Mapping[str, object], *more: object) -> list[str]:
 def run_command(
     command: Sequence[str], result: Path, env: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run it, with `env` added to the environment; return the lines of its result, or the end of what it printed."""
-    done = subprocess.run(
-        ending_with_us(command), cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False
-    )
-    return ([], (done.stdout + done.stderr)[-6000:]) if done.returncode else (read_lines(result), "")
+    """Run it, with `env` added to the environment; return the lines of its result, or the end of what it printed.
+
+    Interrupted, as by `timeout --signal INT`, it prints how far the run has got.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        try:
+            done = subprocess.run(
+                ending_with_us(command), cwd=ROOT, env=os.environ | env, stdout=said, stderr=said, check=False
+            )
+        except KeyboardInterrupt:
+            print(_end_of(said), flush=True)
+            raise
+        return ([], _end_of(said)) if done.returncode else (read_lines(result), "")
+
+
+def _end_of(file: TextIO) -> str:
+    file.seek(0)
+    return file.read()[-6000:]
 
 
 def ending_with_us(command: Sequence[str]) -> list[str]:

@@ -66,7 +66,7 @@ def count(ranks: int, tp: int, pp: int) -> list[dict[str, Any]]:
 
     return [
         row("calls that make groups", plain + 1 + dp, made + control, groups.initialize),
-        row("groups on gloo that it is in", 5, control, groups._replica_group),
+        row("groups on gloo that it is in", 5, control, groups.replica_groups),
         row("sockets to other ranks", everyone, partners, groups.initialize),
         row("sockets of rank 0 after a save", everyone, ranks - 1, groups.gather_to_first),
         # The first says how many streams there are.

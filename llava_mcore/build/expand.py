@@ -1,7 +1,7 @@
 """Layer expansion (LLaMA Pro, arXiv 2401.02415; Control-LLM, arXiv 2501.10979): more decoder layers, which begin as the
 identity.
 
-A copy of a layer stands behind it. The last matrices of its attention and of its MLP are zero, so it adds nothing to
+A copy of a layer stands after it. The last matrices of its attention and of its MLP are zero, so it adds nothing to
 the hidden states until it is trained. The folder is an ordinary one of its class; its config.json lists the new layers.
 """
 
@@ -53,7 +53,7 @@ class Expansion:
 
     @classmethod
     def after(cls, layers: Iterable[int], num_layers: int) -> Expansion:
-        """Insert a copy behind each of some layers."""
+        """Insert a copy after each of some layers."""
         chosen = set(layers)
         pairs = [(i, is_copy) for i in range(num_layers) for is_copy in ((False, True) if i in chosen else (False,))]
         return cls(tuple(i for i, _ in pairs), tuple(new for new, (_, is_copy) in enumerate(pairs) if is_copy))
@@ -64,25 +64,25 @@ class Expansion:
 
 
 def chosen_layers(text: str, num_layers: int, first: int, source: Path) -> list[int]:
-    """Return the layers behind which copies are inserted: `3,7,11`, or `every:4` for the last of every four.
+    """Return the layers after which copies are inserted: `3,7,11`, or `every:4` for the last of every four.
 
     Args:
-        first: copies may stand behind this layer and later ones.
+        first: copies may stand after this layer and later ones.
 
     Raises:
         ConfigError: not such a text, or there are no such layers.
     """
     where = f"--expand-layers {text}"
-    every, _, number = text.partition(":")
-    parts = [number] if every == "every" else text.split(",")
-    if not all(part.isdecimal() for part in parts) or (every == "every" and int(number) < 1):
+    every, _, step = text.partition(":")
+    parts = [step] if every == "every" else text.split(",")
+    if not all(part.isdecimal() for part in parts) or (every == "every" and int(step) < 1):
         raise ConfigError(f"{where}: expected numbers of layers, such as 3,7,11, or every:N for each N-th layer")
-    layers = range(int(number) - 1, num_layers, int(number)) if every == "every" else [int(x) for x in parts]
+    layers = range(int(step) - 1, num_layers, int(step)) if every == "every" else [int(x) for x in parts]
     if len(set(layers)) != len(layers) or not layers or max(layers) >= num_layers:
         raise ConfigError(f"{where}: {source} has the layers 0 to {num_layers - 1}; name some of them, each once")
     if min(layers) < first:
         raise ConfigError(
-            f"{where}: {source} adds features of its tower behind the layers 0 to {first}, which therefore keep their "
+            f"{where}: {source} adds features of its tower after the layers 0 to {first}, which therefore keep their "
             f"numbers: choose from {first} to {num_layers - 1}"
         )
     return list(layers)
@@ -128,12 +128,12 @@ def new_tensors(hf: PretrainedConfig, names: HfNames, folder: HfFolder, expansio
     }
     prefix = f"{names.text}layers."
     for name in folder.tensors:
-        number, _, rest = name.removeprefix(prefix).partition(".")
-        if not name.startswith(prefix) or not number.isdecimal():
+        index, _, rest = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix) or not index.isdecimal():
             yield NewTensor(name, name, False)
             continue
         for new, old in enumerate(expansion.origins):
-            if old == int(number):
+            if old == int(index):
                 yield NewTensor(f"{prefix}{new}.{rest}", name, new in expansion.copies and name in ends)
 
 

@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--expand-layers",
         metavar="LIST|every:N",
-        help="write --model with more decoder layers: a copy behind each of these layers (3,7,11: numbers as in the "
-        "files) or behind each N-th. A copy adds nothing until it is trained, with train --train-expanded",
+        help="write --model with more decoder layers: a copy after each of these layers (3,7,11: numbers as in the "
+        "files) or after each N-th. A copy adds nothing until it is trained, with train --train-expanded",
     )
     _add_parts(p.add_argument_group("parts"))
     _add_shape(p.add_argument_group("shape"))

@@ -11,8 +11,10 @@ from llava_mcore.config.flags import CommandLine, make_parser
 from llava_mcore.config.load import run_config_yaml
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.launch.forecast import memory_warning
+from llava_mcore.launch.job_arguments import job_arguments
+from llava_mcore.launch.jobs import prepare_cluster_job, prepare_job, submit, write
 from llava_mcore.launch.singularity import inner_command, rerun_in_container
-from llava_mcore.launch.start import prepare, prepare_job, start, submit
+from llava_mcore.launch.start import prepare, start
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """Train; return the exit code: 0, 2 for an error found before the start, else that of the workers."""
     command_line = CommandLine.of(args)
     config = command_line.load()
+    if config.launch.k8s is not None or config.launch.vertex is not None:
+        return _write_job(config, command_line)
     if command_line.submit:
         return _submit(config, command_line)
     if config.launch.sif_path is not None:
@@ -56,6 +60,21 @@ def _submit(config: RunConfig, command_line: CommandLine) -> int:
         print(f"{job.completion}\nno job was submitted", file=sys.stderr if command_line.dry_run else sys.stdout)
     elif not command_line.dry_run:
         print(f"submitted {job.file} as SLURM job {submit(job)}")
+    return 0
+
+
+def _write_job(config: RunConfig, command_line: CommandLine) -> int:
+    """Write a job's file for Kubernetes or Vertex AI, and create the job with --submit; with --dry-run, print it."""
+    job = prepare_cluster_job(config, job_arguments(command_line), command_line.typed)
+    for note in job.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if command_line.dry_run:
+        print(f"# {job.file}\n{job.text}", end="")
+    elif command_line.submit:
+        print(submit(job))
+    else:
+        write(job)
+        print(f"wrote {job.file}; start it with: {shlex.join(job.command or ())}")
     return 0
 
 

@@ -56,6 +56,8 @@ class _NoStream:
 
     def synchronize(self) -> None: ...
 
+    def wait(self, stream: object = None) -> None: ...
+
 
 _OPTIMIZERS = ("transformer_engine", "apex")
 """Packages whose optimizers megatron-core uses in place of torch's."""
@@ -126,6 +128,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # only a GPU's driver pins memory
         return function(*args, **kwargs)
 
     return wrapped

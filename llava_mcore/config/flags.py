@@ -25,6 +25,7 @@ GROUPS = (
     "save and load",
     "several machines",
     "SLURM",
+    "Kubernetes and Vertex AI",
     "data",
     "parallel",
     "training",
@@ -201,7 +202,8 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
     parser.add_argument("--config", type=Path, metavar="FILE", help="Read this YAML or JSON file first.")
     if dry_run:
         parser.add_argument("--dry-run", action="store_true", help="Print configuration and command; start nothing.")
-        parser.add_argument("--submit", action="store_true", help="Write SAVE_DIR/NAME/train.sbatch and submit it.")
+        submit = "Write SAVE_DIR/NAME/train.sbatch and submit it to SLURM; with --k8s or --vertex, submit that job."
+        parser.add_argument("--submit", action="store_true", help=submit)
     parser.set_defaults(dry_run=False, submit=False)
     for name, reason in ALWAYS_ON_FLAGS.items():
         parser.add_argument(name, action="store_true", dest=name, help=f"Always on: {reason}.")

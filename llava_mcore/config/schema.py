@@ -58,10 +58,11 @@ def _as_number(value: Any) -> Any:
 
 _TENSOR = Needs("parallel.tensor_model_parallel_size", at_least=2)
 _PIPELINE = Needs("parallel.pipeline_model_parallel_size", at_least=2)
+_CONTEXT = Needs("parallel.context_parallel_size", at_least=2)
 
 
 class ParallelConfig(Section):
-    """How the model is divided. The data-parallel size is processes / (tensor x pipeline)."""
+    """How the model is divided. The data-parallel size is processes / (tensor x context x pipeline)."""
 
     flag_group = "parallel"
 
@@ -69,6 +70,12 @@ class ParallelConfig(Section):
     """Processes that share every layer (tensor parallelism)."""
     pipeline_model_parallel_size: Annotated[Parts, Flag("--pp")] = 1
     """Pipeline stages that the layers are divided into."""
+    context_parallel_size: Annotated[Parts, Flag("--cp")] = 1
+    """Processes that divide the tokens of every sample, for long ones (context parallelism)."""
+    cp_comm_type: Annotated[Literal["p2p", "a2a", "all_gather"] | None, Flag("--cp-comm-type"), _CONTEXT] = None
+    """With context parallelism on GPUs, how attention reaches the tokens of the other processes: keys and values go
+    around (p2p), heads are exchanged for tokens (a2a), or all keys and values are gathered (all_gather). Not given:
+    p2p, which works with any number of heads."""
     num_layers_in_first_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
     """Decoder layers of the first pipeline stage, which also has the vision tower. Not given: like the others."""
     num_layers_in_last_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
@@ -92,12 +99,33 @@ class ParallelConfig(Section):
     small, and whole ones are faster."""
     use_distributed_optimizer: Annotated[bool, Flag("--dist-optim")] = False
     """Divide the optimizer's state over the data-parallel ranks."""
+    fsdp: Annotated[Literal["none", "optim", "optim_grads", "optim_grads_params"], Flag("--fsdp")] = "none"
+    """Fully sharded data parallelism: divide over model replicas the optimizer's state, as --dist-optim does (optim),
+    the gradients too (optim_grads), and the weights (optim_grads_params)."""
+    hsdp_replicas: Annotated[Parts, Flag("--hsdp"), Needs("parallel.fsdp", other_than="none", words="--fsdp")] = 1
+    """With --fsdp, groups of model replicas that each hold all shards: weights are gathered within a group, gradients
+    are added up between groups too."""
     overlap_grad_reduce: bool = True
     """On GPUs, reduce gradients over the data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = True
     """On GPUs with the distributed optimizer, gather updated weights while the next forward pass already runs."""
     backend: Annotated[Literal["nccl", "gloo"] | None, Flag("--backend")] = None
     """Communication backend; not given: nccl with GPUs, gloo without."""
+
+    @property
+    def replica_size(self) -> int:
+        """Processes of a model replica."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether data-parallel ranks hold parts of the optimizer's state."""
+        return self.use_distributed_optimizer or self.fsdp != "none"
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether data-parallel ranks hold parts of the weights, and gather them for each pass."""
+        return self.fsdp == "optim_grads_params"
 
 
 class RunConfig(Section):

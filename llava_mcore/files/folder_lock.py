@@ -68,7 +68,7 @@ class Holder:
 
     @classmethod
     def here(cls, group: str | None = None) -> Holder:
-        """Return this process as a holder; without a group it does not share the lock."""
+        """Return this process as a holder; without a group it does not share the folder."""
         token = secrets.token_hex(8)
         return cls(
             host=socket.gethostname(),
@@ -122,7 +122,8 @@ class FolderLock:
             path: the lock file; it is created with its parent folders.
             activity: what is locked, for messages.
             advice: what to do if another process holds it, for messages.
-            group: processes with the same group may use the folder together; the first one holds the lock.
+            group: processes with the same group may use the folder together: one holds the lock, the others call
+                `require_free`.
             say: called with a message when this process waits, or takes over a stale lock.
             lost: called in a thread when another process has taken the lock over.
         """
@@ -140,29 +141,28 @@ class FolderLock:
             OSError: the folder cannot be written to.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self._acquire():
-            threading.Thread(target=self._beat, name="lock", daemon=True).start()
+        self._acquire()
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
         return self
 
-    def _acquire(self) -> bool:
-        """Create the lock file; return False if a process of our group holds the lock. Raises as `__enter__` does."""
+    def _acquire(self) -> None:
+        """Create the lock file. Raises as `__enter__` does."""
         while True:
             took_over = False
             while not _create(self.path, self.me):
                 holder = _read(self.path)
                 if holder == self.me:  # put back by a process that had judged an earlier file (see `_remove`)
-                    return True
-                if holder is not None and holder.group == self.me.group:
-                    return False
+                    return
+                # One of our own group may be of the same run before it was started again.
                 if self._is_stale(holder):
                     self._remove(holder)
                     took_over = True
             if not took_over:
-                return True
+                return
             # Another process may have judged the file earlier and removed it already.
             time.sleep(_SECONDS_TO_SETTLE)
             if _read(self.path) == self.me:
-                return True
+                return
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

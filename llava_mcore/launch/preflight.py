@@ -168,9 +168,12 @@ def preflight_of_job(
 ) -> tuple[list[str], list[str]]:
     """Return what prevents a job from starting, and what this machine cannot check.
 
-    An image, the model and the data have the same paths on the nodes. If the job runs in an image, and this machine is
-    without our libraries, only that they exist is checked.
+    An image of --sif-path, the model and the data have the same paths on the nodes. If the job runs in it, and this
+    machine is without our libraries, only that they exist is checked. The folders of a container (--image) are perhaps
+    not here; without them, only the rules that need no model are checked.
     """
+    if run.launch.image is not None:
+        return _preflight_of_container(run, world_size, gpu_count, typed)
     if run.launch.sif_path is None:
         return preflight(run, world_size, gpu_count, typed), []
     errors: list[str] = []
@@ -182,21 +185,45 @@ def preflight_of_job(
     except ModuleNotFoundError as error:
         package = error.name
     # Else only whether the folders exist, and the rules that need no model.
+    errors += [
+        f"{flag} {path}: not on this machine; the job would look for it there" for flag, path in _absent(run).items()
+    ]
+    errors += check_run(run, None, world_size, gpu_count > 0, typed=typed)
+    return errors, [_unchecked(f"this machine has no {package}")]
+
+
+def _preflight_of_container(
+    run: RunConfig, world_size: int, gpu_count: int, typed: Collection[str]
+) -> tuple[list[str], list[str]]:
+    absent = _absent(run)
+    if not absent:
+        try:
+            return preflight(run, world_size, gpu_count, typed, in_image=True), []
+        except ModuleNotFoundError as error:
+            reason = f"this machine has no {error.name}"
+    else:
+        reason = f"{', '.join(map(str, absent.values()))} is not on this machine"
+    here = run.checkpoint.model_copy(
+        update={"hf_dir": None if run.checkpoint.hf_dir in absent.values() else Path.cwd()}
+    )
+    seen = run.model_copy(update={"checkpoint": here})
+    return check_run(seen, None, world_size, gpu_count > 0, typed=typed), [_unchecked(reason)]
+
+
+def _absent(run: RunConfig) -> dict[str, Path]:
+    """Return the folders that a run reads and that are not on this machine, with their flags."""
     folders = {
         "--megatron-load-dir": run.checkpoint.load,
+        "--tokenizer-load-dir": run.checkpoint.hf_dir,
         "--data-path": run.data.path,
         "adapter.load": run.adapter.load,
     }
-    errors += [
-        f"{flag} {path}: not on this machine; the job would look for it there"
-        for flag, path in folders.items()
-        if isinstance(path, Path) and not path.exists()
-    ]
-    errors += check_run(run, None, world_size, gpu_count > 0, typed=typed)
-    unchecked = "whether the checkpoint and the data can be read, and whether the layout divides the model"
-    return errors, [
-        f"not checked, because this machine has no {package}: {unchecked}. The job checks that at its start"
-    ]
+    return {flag: path for flag, path in folders.items() if isinstance(path, Path) and not path.exists()}
+
+
+def _unchecked(reason: str) -> str:
+    checks = "whether the checkpoint and the data can be read, and whether the layout divides the model"
+    return f"not checked, because {reason}: {checks}. The job checks that at its start"
 
 
 def _missing_libraries(run: RunConfig) -> list[str]:

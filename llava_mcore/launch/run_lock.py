@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +80,28 @@ class RunLock:
                         stack.enter_context(lock)
             except OSError as error:
                 raise ConfigError(f"the run's folder cannot be written to: {error}") from error
+            if self._held:
+                _require_renames(self._held[0].path.parent)
             yield
         if self._lost:
             raise ConfigError(f"{self._lost[0]}; this run was stopped")
+
+
+def _require_renames(folder: Path) -> None:
+    """Raise ConfigError if a folder with a file cannot be renamed there: that is how a checkpoint becomes complete.
+
+    Buckets that are mounted as file systems may refuse it.
+    """
+    before = Path(tempfile.mkdtemp(prefix=".rename-", dir=folder))
+    after = before.with_name(f"{before.name}-done")
+    try:
+        (before / "file").touch()
+        before.rename(after)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: a folder cannot be renamed there ({error.strerror}), which every save needs: use another file "
+            "system, or a bucket with a hierarchical namespace"
+        ) from error
+    finally:
+        shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(after, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Starts the workers of a run, or submits it to SLURM, after checking everything."""
+"""Starts the workers of a run after checking everything."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llava_mcore.config.load import as_run_config, save_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.files.regular import naming
-from llava_mcore.launch import slurm
+from llava_mcore.launch.cluster_env import checkpoint_folder
 from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.forecast import completed
 from llava_mcore.launch.nodes import Nodes, find_nodes
-from llava_mcore.launch.preflight import collecting, completion, preflight, preflight_of_job, resolve, with_epochs
+from llava_mcore.launch.preflight import collecting, completion, preflight, resolve
 from llava_mcore.launch.run_lock import RunLock
-from llava_mcore.launch.slurm import BATCH_FILE, batch_file, describe, read_job
+from llava_mcore.launch.slurm import describe, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
 
@@ -48,6 +48,8 @@ def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
     run = as_run_config(config)
     if run.launch.sif_path is not None:
         raise ConfigError("launch.sif_path: only the command enters an image; run this program inside it instead")
+    if run.launch.k8s is not None or run.launch.vertex is not None:
+        raise ConfigError("launch.k8s, launch.vertex: only the command writes a job's file; omit the key")
     return start(prepare(run))
 
 
@@ -70,11 +72,12 @@ class Launch:
         """Its processes and what each machine's are, such as "2 x 8 processes = tp 4 x pp 2 x dp 2; …"."""
         parallel, training, per_node = self.run.parallel, self.run.training, self.run.launch.num_gpus
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        dp = self.nodes.count * per_node // (tp * pp)
+        dp = self.nodes.count * per_node // parallel.replica_size
+        cp = f" x cp {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
         micro_batches = training.global_batch_size // (training.micro_batch_size * dp)
         first = self.nodes.rank * per_node
         return (
-            f"{self.nodes.count} x {per_node} processes = tp {tp} x pp {pp} x dp {dp}; "
+            f"{self.nodes.count} x {per_node} processes = tp {tp}{cp} x pp {pp} x dp {dp}; "
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per iteration; "
             f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}{self._length}"
         )
@@ -103,6 +106,7 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     """
     gpu_count = _count_gpus()
     nodes = find_nodes(typed.launch, os.environ)
+    typed = with_save_dir(typed, os.environ)
     launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
     run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
     errors: list[str] = []
@@ -117,6 +121,14 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     config_file = run.run_dir / "run.yaml"
     command = torchrun_argv(run.launch.num_gpus, WORKER, ["--config", str(config_file)], nodes)
     return Launch(run, nodes, config_file, command, gpu_count, completion(run))
+
+
+def with_save_dir(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+    """Return a run that saves where Vertex AI wants it, if no folder was given and it says so."""
+    if run.checkpoint.save_dir is not None:
+        return run
+    folder = {"save_dir": checkpoint_folder(environ)}
+    return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update=folder)})
 
 
 def start(launch: Launch, notices: Sequence[str] = ()) -> int:
@@ -174,61 +186,6 @@ def _without_submit(keys: Collection[str]) -> list[str]:
     return [
         f"{flag} has no effect without --submit: add it, or omit {flag}" for key, flag in flags.items() if key in keys
     ]
-
-
-@dataclass(frozen=True)
-class BatchJob:
-    """A batch file for SLURM: its path, its text, what the user should know first, and `completion` as in Launch."""
-
-    file: Path
-    text: str
-    notes: tuple[str, ...] = ()
-    completion: str | None = None
-
-
-def prepare_job(typed: RunConfig, arguments: Sequence[str], keys: Collection[str] = ()) -> BatchJob:
-    """Check everything that does not need the nodes; nothing is written.
-
-    Args:
-        arguments: command line of `train` for the job.
-        keys: keys set by flags, for messages about flags without effect.
-
-    Raises:
-        ConfigError: lists everything that prevents the run from starting.
-    """
-    on_gpus = typed.parallel.backend != "gloo"
-    gpus = typed.launch.num_gpus
-    if gpus < 0:
-        raise ConfigError("--submit needs the number of GPUs per node (with --backend gloo: of processes): give -g")
-    run, world_size = resolve(typed, gpus if on_gpus else 0)
-    errors, notes = preflight_of_job(run, world_size, gpus if on_gpus else 0, keys)
-    if errors:
-        raise ConfigError(problems("The run cannot start", errors))
-    finished = None if notes else completion(with_epochs(run))
-    if run.checkpoint.unsaved is not None:
-        notes.append(run.checkpoint.unsaved)
-    cpus = _cpus_per_node(run)
-    text = batch_file(run.name, run.launch, run.run_dir, arguments, on_gpus=on_gpus, cpus=cpus)
-    return BatchJob(run.run_dir / BATCH_FILE, text, tuple(notes), finished)
-
-
-def _cpus_per_node(run: RunConfig) -> int:
-    """Return the number of a node's training and loader processes, if the replicas are divided evenly over nodes."""
-    parallel, per_node = run.parallel, run.launch.num_gpus
-    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    return per_node + run.data.num_workers * -(-per_node // replica)
-
-
-def submit(job: BatchJob) -> str:
-    """Write a batch file, submit it to SLURM and return the job's id.
-
-    Raises:
-        ConfigError: SLURM is not installed, or refuses the job.
-    """
-    job.file.parent.mkdir(parents=True, exist_ok=True)
-    with naming(job.file):
-        job.file.write_text(job.text, encoding="utf-8")
-    return slurm.submit(job.file)
 
 
 def _count_gpus() -> int:

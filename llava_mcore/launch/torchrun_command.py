@@ -68,6 +68,8 @@ def worker_env(
     # What holds on every machine: threads, and a package that can be imported.
     threads = 1 if device_available else max(1, cpu_cores // num_processes)
     env = {"OMP_NUM_THREADS": str(threads), **environ}
+    # Kubeflow's defaults for torchrun: the machines meet as `_meeting` says.
+    env = {name: value for name, value in env.items() if not name.startswith("PET_")}
     path = python_path(environ.get("PYTHONPATH"))
     if path is not None:
         env["PYTHONPATH"] = path

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -20,6 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+from llava_mcore.models.context_attention import attend_chunks
 
 LONGEST_HEAD = 256
 """Head size up to which torch's kernel for packed sequences exists."""
@@ -79,8 +82,7 @@ class SDPAttention(MegatronModule):
         **_: Any,  # arguments that only other back ends use
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError("SDPAttention has no context parallelism")
+        self.cp_group: dist.ProcessGroup | None = pg_collection.cp if config.context_parallel_size > 1 else None
         self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.softcap = softcap
@@ -100,12 +102,26 @@ class SDPAttention(MegatronModule):
         """Return [s, b, n*d] for [s, b, n or g, d]; [t, n*d] for packed [t, n or g, d]."""
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("SDPAttention takes no explicit mask: causality and packing define it")
+        if self.cp_group is not None:
+            with self._own_random_numbers():
+                return self._of_chunks(query, key, value, packed_seq_params, self.cp_group)
         if self._is_fused(query, packed_seq_params):
             return self._fused(query, key, value, packed_seq_params)
         with self._own_random_numbers():
             if packed_seq_params is not None:
                 return self._packed(query, key, value, packed_seq_params)
             return self._attend(query, key, value)
+
+    def _of_chunks(
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        """As `forward`, of this context-parallel rank's tokens; a collective call."""
+        if params is None:
+            return attend_chunks(query, key, value, [0, group.size() * len(query)], group, self._attend)
+        bounds: Tensor | None = params.cu_seqlens_q
+        assert bounds is not None and params.cu_seqlens_q_padded is None, "padding is a part of its sample"
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        return attend_chunks(query, key, value, bounds.tolist(), group, self._attend).squeeze(1)
 
     def _is_fused(self, query: Tensor, params: PackedSeqParams | None) -> bool:
         """Return whether torch's kernel for packed sequences computes this, instead of one call per sequence."""
@@ -151,7 +167,7 @@ class SDPAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, d]
         dropout = self.dropout if self.training else 0.0
-        mask = self._window_mask(q.shape[2], q.device)
+        mask = self._mask(q.shape[2], k.shape[2], q.device)
         if self.softcap is not None:
             return self._capped(q, k, v, self.softcap, mask, dropout).permute(2, 0, 1, 3).flatten(2)
         out = F.scaled_dot_product_attention(
@@ -166,13 +182,15 @@ class SDPAttention(MegatronModule):
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
-        """Return the tokens that a token sees, [s, s]: itself and the window - 1 before it. None: the window has no
-        effect."""
-        if self.window is None or length <= self.window:
+    def _mask(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        """Return the keys that a query sees, [queries, keys]: its own, which are the last ones, and those before it;
+        with a window only the nearest. None: all keys, or those before it where there are as many of both."""
+        has_window = self.window is not None and num_keys > self.window
+        if not has_window and (num_queries == num_keys or not self.causal):
             return None
-        ones = torch.ones(length, length, dtype=torch.bool, device=device)
-        return ones.tril().triu(1 - self.window)
+        before = num_keys - num_queries
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(before)
+        return mask.triu(before + 1 - self.window) if has_window and self.window is not None else mask
 
     def _capped(self, q: Tensor, k: Tensor, v: Tensor, cap: float, mask: Tensor | None, dropout: float) -> Tensor:
         """Return [b, n, s, d] for scores x that become cap * tanh(x / cap) (Gemma 2); holds [b, n, s, s]."""

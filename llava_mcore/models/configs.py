@@ -106,15 +106,19 @@ class ModelOptions:
 
     `initialize` False does not initialize weights, which will be loaded. `on_cpu` allocates nothing on a GPU even if
     there is one. `transformer_impl`: implementation of the layers of decoder and encoder; checkpoints are the same.
-    `plain_linears`: the decoder's linear layers are megatron-core's own, even with Transformer Engine's other layers.
-    `vision_data_parallel`: every tensor-parallel rank has the whole tower and runs it on a part of the images.
-    `expert_model_parallel_size`: ranks that divide a layer's experts; `expert_tensor_parallel_size`: those that divide
-    each of them. `force_balance`: routers choose by random numbers instead of their logits, to measure speed.
+    `context_parallel_size`: ranks that divide the tokens of the decoder; `cp_comm_type`: how Transformer Engine's
+    attention exchanges them. `plain_linears`: the decoder's linear layers are megatron-core's own, even with
+    Transformer Engine's other layers. `vision_data_parallel`: every tensor-parallel rank has the whole tower and runs
+    it on a part of the images. `expert_model_parallel_size`: ranks that divide a layer's experts;
+    `expert_tensor_parallel_size`: those that divide each of them. `force_balance`: routers choose by random numbers
+    instead of their logits, to measure speed.
     """
 
     params_dtype: torch.dtype = torch.float32
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    cp_comm_type: Literal["p2p", "a2a", "all_gather"] | None = None
     stages: Stages = Stages()
     sequence_parallel: bool = False
     make_vocab_size_divisible_by: int = 128
@@ -155,6 +159,8 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
     pipeline: dict[str, Any] = {
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
         **options.stages.fields(),
+        "context_parallel_size": options.context_parallel_size,
+        "cp_comm_type": options.cp_comm_type,
         "pipeline_dtype": options.params_dtype,
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": options.sequence_parallel,

@@ -36,6 +36,7 @@ from llava_mcore.media.batch_fields import (
 )
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.configs import ModelOptions, part_configs
+from llava_mcore.models.image_tokens import insert_features, scatter_each
 from llava_mcore.models.language.decoder import (
     LanguageModel,
     padded_vocab_size,
@@ -137,7 +138,8 @@ class VisionLanguageModel(MegatronModule):
             [s / tp, b, h] with sequence parallelism, for which s must be a multiple of tp.
         """
         # Windows of some families are not computed, so that no sequence may exceed them.
-        require_within(self.window, input_ids.shape[1] if packed_seq_params is None else packed_seq_params.max_seqlen_q)
+        length = input_ids.shape[1] * self.config.context_parallel_size
+        require_within(self.window, length if packed_seq_params is None else packed_seq_params.max_seqlen_q)
         # The first stage puts features over the embeddings of their placeholders.
         decoder_input, deepstack = None, None
         if self.pre_process:
@@ -182,7 +184,7 @@ class VisionLanguageModel(MegatronModule):
         if self.config.sequence_parallel:  # each rank continues with its part of the tokens, [s / tp, b, h]
             decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
             if deepstack is not None:
-                deepstack = _scatter_each(deepstack)
+                deepstack = scatter_each(deepstack)
         return decoder_input, deepstack
 
     def _with_features(
@@ -192,11 +194,13 @@ class VisionLanguageModel(MegatronModule):
 
         Also returns what is added after the first layers [k, s, b, h], where the architecture has such features.
         """
-        deepstack = None
+        deepstack, is_part = None, self.config.context_parallel_size > 1
         if self.num_deepstack:
             features, *inner = features.chunk(1 + self.num_deepstack, dim=-1)
             zero = torch.zeros_like(embeddings)
-            deepstack = torch.stack([insert_features(zero, x, media[FEATURE_POSITIONS]) for x in inner])
+            deepstack = torch.stack(
+                [insert_features(zero, x, media[FEATURE_POSITIONS], is_part=is_part) for x in inner]
+            )
         chosen = features[media[FEATURE_ROWS]] if FEATURE_ROWS in media else features
         features_in_order, positions = [chosen], [media[FEATURE_POSITIONS]]
         if NEWLINE_POSITIONS in media:
@@ -210,7 +214,7 @@ class VisionLanguageModel(MegatronModule):
             features_in_order.append((features[media[RESIZED_ROWS]] * weights).sum(1).to(features.dtype))
         if len(features_in_order) > 1:  # of one tensor, cat would be a copy
             chosen, positions = torch.cat(features_in_order), [torch.cat(positions)]
-        return insert_features(embeddings, chosen, positions[0]), deepstack
+        return insert_features(embeddings, chosen, positions[0], is_part=is_part), deepstack
 
     def image_features(
         self, media: Mapping[str, Tensor], max_media_seqlen: int = 0, media_lengths: MediaLengths | None = None
@@ -282,17 +286,3 @@ def new_newline(config: TransformerConfig) -> Parameter:
     """Return a newline [h] initialized as in transformers: normal, std 1 / sqrt(h)."""
     width = config.hidden_size
     return Parameter(torch.randn(width, dtype=config.params_dtype) / math.sqrt(width))
-
-
-def insert_features(embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-    """Copy image features [i * n, h] over the embeddings [s, b, h] at flat [b * s] indices; no host sync."""
-    s, b, h = embeddings.shape
-    flat = embeddings.transpose(0, 1).reshape(b * s, h)
-    # index_copy keeps the gradient of an empty `features` connected, which an early return would not.
-    placed = flat.index_copy(0, positions, features.to(flat.dtype))
-    return placed.view(b, s, h).transpose(0, 1).contiguous()
-
-
-def _scatter_each(x: Tensor) -> Tensor:
-    """Return this rank's part [k, s / tp, b, h] of [k, s, b, h]."""
-    return torch.stack([tensor_parallel.scatter_to_sequence_parallel_region(part) for part in x.unbind()])

@@ -17,9 +17,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from llava_mcore.errors import ConfigError
 from llava_mcore.files.regular import allowed_files
 from llava_mcore.parallel.host_sum import sum_on_hosts
-
-# The group for small messages between hosts (errors, stop signals, counts): always gloo, so it never uses a GPU stream.
-ControlGroup = dist.ProcessGroup
+from llava_mcore.parallel.replica_groups import ControlGroup, replica_groups
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,8 @@ class Groups:
     world_size: int
     tp_rank: int
     tp_size: int
+    cp_rank: int
+    cp_size: int
     pp_rank: int
     pp_size: int
     dp_rank: int
@@ -47,10 +47,15 @@ class Groups:
     control_of_replica: ControlGroup | None
     """Over this rank's model replica; None for a replica of one rank."""
     data_parallel: dist.ProcessGroup
+    """The ranks between which gradients are added up: replicas, and context-parallel ranks within them."""
     tensor_parallel: dist.ProcessGroup
+    stage: dist.ProcessGroup
+    """The tensor- and context-parallel ranks of this rank's stage."""
     pipeline_parallel: dist.ProcessGroup
-    model_parallel: dist.ProcessGroup
-    model_parallel_source: int
+    replica: dist.ProcessGroup
+    """This rank's model replica: its tensor-, context- and pipeline-parallel ranks."""
+    replica_source: int
+    """The rank of the replica that loads data."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -64,7 +69,12 @@ class Groups:
     def replicas_share_experts(self) -> bool:
         """Whether experts of a layer are on ranks of several model replicas. These then run the same number of forward
         passes: a replica that runs one more would wait for the others."""
-        return self.tp_size % (self.ep_size * self.etp_size) != 0
+        return self.tp_size * self.cp_size % (self.ep_size * self.etp_size) != 0
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of a model replica."""
+        return self.tp_size * self.cp_size * self.pp_size
 
     @property
     def control_replica(self) -> ControlGroup:
@@ -75,11 +85,12 @@ class Groups:
     @property
     def loads_data(self) -> bool:
         """Whether this rank reads data for its model replica; one rank of each does."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank has the loss of its model replica; one rank of each does."""
+        """Whether this rank has the loss of its model replica, or of its part of the tokens; one of the tensor-parallel
+        ranks does."""
         return self.tp_rank == 0 and self.is_last_stage
 
 
@@ -88,11 +99,17 @@ def initialize(
     backend: str,
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
+    context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int = 1,
+    sharding_replicas: int = 1,
     timeout_seconds: float = 600,
 ) -> Groups:
-    """Join the world that torchrun describes and build megatron-core's groups."""
+    """Join the world that torchrun describes and build megatron-core's groups.
+
+    Args:
+        sharding_replicas: groups of data-parallel ranks that each hold all shards of the model.
+    """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     # A group of n ranks on gloo has up to n - 1 sockets per rank. It opens them when they are first needed, else all at
     # once, with n² connections.
@@ -106,64 +123,45 @@ def initialize(
     # No `device_id`: with it, NCCL opens a communicator for every group at once, which takes several GiB of each GPU,
     # most of them for groups that exchange nothing.
     dist.init_process_group(backend, timeout=timeout)
-    replica = _replica_group(tensor_model_parallel_size, pipeline_model_parallel_size, timeout)
+    sizes = (tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size)
+    replica, control_of_replica = replica_groups(*sizes, timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=sharding_replicas,
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
         create_gloo_process_groups=False,  # for a kind of optimizer checkpoint that is not used
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
     agreement = dist.new_group(backend="gloo", timeout=timeout)
-    groups = _groups(device, control, agreement, replica)
+    groups = _groups(device, control, agreement, replica, control_of_replica)
     # Opens the sockets that later calls need, while a missing rank still is an error of the start.
     sum_over_ranks(groups, [1])
     wait_for_all(groups)
     return groups
 
 
-def _replica_group(tp_size: int, pp_size: int, timeout: datetime.timedelta) -> ControlGroup | None:
-    """Build a gloo group over this rank's model replica, which no other rank takes part in; None for a single rank.
-
-    Torch names such a group by its ranks and by how many groups a rank is in already. That number differs between
-    stages once megatron-core has built its groups, so this one is built before them.
-
-    Raises:
-        ConfigError: on all ranks, if some belong to no replica.
-    """
-    size, world_size = tp_size * pp_size, dist.get_world_size()
-    if world_size % size:
-        raise ConfigError(
-            f"{world_size} processes cannot be divided into groups of --tp {tp_size} x --pp {pp_size} = {size}: "
-            f"start a multiple of {size}",
-            on_all_ranks=True,
-        )
-    if size == 1:
-        return None
-    generator = parallel_state.RankGenerator(
-        tp=tp_size, ep=1, dp=world_size // size, pp=pp_size, cp=1, order="tp-cp-ep-dp-pp"
-    )
-    (ranks_of_replica,) = (ranks for ranks in generator.get_ranks("tp-pp") if dist.get_rank() in ranks)
-    group: ControlGroup = dist.new_group(
-        ranks_of_replica, backend="gloo", timeout=timeout, use_local_synchronization=True
-    )
-    return group
-
-
 def _groups(
-    device: torch.device, control: ControlGroup, agreement: ControlGroup, control_of_replica: ControlGroup | None
+    device: torch.device,
+    control: ControlGroup,
+    agreement: ControlGroup,
+    replica: dist.ProcessGroup | None,
+    control_of_replica: ControlGroup | None,
 ) -> Groups:
-    model_parallel = parallel_state.get_model_parallel_group()
-    model_parallel_ranks = dist.get_process_group_ranks(model_parallel)
+    replica = parallel_state.get_model_parallel_group() if replica is None else replica
+    ranks_of_replica = dist.get_process_group_ranks(replica)
     if control_of_replica is not None:
-        assert dist.get_process_group_ranks(control_of_replica) == model_parallel_ranks
+        assert dist.get_process_group_ranks(control_of_replica) == ranks_of_replica
     return Groups(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
@@ -176,9 +174,10 @@ def _groups(
         control_of_replica=control_of_replica,
         data_parallel=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_parallel=parallel_state.get_tensor_model_parallel_group(),
+        stage=tensor_and_context_parallel_group(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_group(),
-        model_parallel=model_parallel,
-        model_parallel_source=model_parallel_ranks[0],
+        replica=replica,
+        replica_source=ranks_of_replica[0],
     )
 
 
@@ -192,14 +191,25 @@ def expert_tensor_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_expert_tensor_parallel_group()
 
 
+def context_parallel_group() -> dist.ProcessGroup:
+    """Return the group of this rank's context-parallel ranks."""
+    return parallel_state.get_context_parallel_group()
+
+
+def tensor_and_context_parallel_group() -> dist.ProcessGroup:
+    """Return the group of the tensor- and context-parallel ranks of this rank's stage."""
+    return parallel_state.get_tensor_and_context_parallel_group()
+
+
 def group_of_this_rank() -> dist.ProcessGroup:
     """Return a group of this rank alone: tensor-parallel layers in it are whole, and communicate with nobody.
 
-    It is megatron-core's context-parallel group, which exists and has one rank: no run divides sequences.
+    It is megatron-core's context-parallel group if that has one rank, else a new one.
     """
     group = parallel_state.get_context_parallel_group()
-    assert group.size() == 1
-    return group
+    if group.size() == 1:
+        return group
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def set_virtual_stages(num_stages: int | None) -> None:
@@ -248,7 +258,7 @@ def join_alone() -> Groups:
             "this in another process, or after torch.distributed.destroy_process_group()"
         )
     world = dist.new_group()
-    return _groups(torch.device("cpu"), world, world, None)
+    return _groups(torch.device("cpu"), world, world, None, None)
 
 
 def gather_to_all[T](groups: Groups, value: T) -> list[T]:

@@ -23,9 +23,9 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_replicas(seed: int) -> None:
-    """Seed the generators again once all weights exist: data-parallel ranks draw different dropout masks from now
-    on."""
-    replica = parallel_state.get_data_parallel_rank()
+    """Seed the generators again once all weights exist: data- and context-parallel ranks, which have different tokens,
+    draw different dropout masks from now on."""
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     _seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _PRIME * replica)
 
 

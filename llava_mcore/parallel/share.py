@@ -4,20 +4,23 @@ A step's shapes and tokens are sent before the pipeline starts: every rank then 
 stops all ranks before any of them has started. The media of a micro-batch, which are much larger, follow when the first
 stage begins with it: at most a pipeline's micro-batches are on the device at a time.
 
+With context parallelism the rank that read a micro-batch cuts it on its host, into the tokens of each rank. All ranks
+of the replica receive all parts, in one message, and keep their own.
+
 b: samples, s: tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llava_mcore.media.batch_fields import Field, Fields, as_used, in_memory
+from llava_mcore.media.batch_fields import Fields, as_used, in_memory
 from llava_mcore.parallel.batch import (
     LENGTHS,
     MediaLengths,
@@ -29,71 +32,15 @@ from llava_mcore.parallel.batch import (
     num_trained,
     pad_to,
 )
+from llava_mcore.parallel.batch_header import BatchHeader, header_width
+from llava_mcore.parallel.context import cut
 from llava_mcore.parallel.groups import Groups
 
-_DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float32)
-"""Dtypes of fields, by their number in the header."""
+_Shapes = Sequence[Sequence[tuple[torch.dtype, list[int]]]]
+"""Dtype and shape of each tensor of each part of a message."""
+
 _ALIGNMENT = 8
 """Alignment of every tensor in a message, in bytes."""
-_NUM_OWN = 8
-"""Numbers of a row of the header before those of the fields."""
-
-
-@dataclass(frozen=True)
-class _BatchHeader:
-    """The header's entry for one micro-batch, from which every rank can split the rest of the message.
-
-    `media`: dtype and shape of each field, as it is in memory (see `in_memory`).
-    """
-
-    b: int
-    s: int
-    num_axes: int
-    num_bounds: int
-    of_blend: bool
-    max_seqlen: int
-    num_trained: int
-    max_media_seqlen: int
-    media: dict[str, tuple[torch.dtype, list[int]]]
-
-    @classmethod
-    def of(cls, batch: TensorFields, fields: Fields) -> _BatchHeader:
-        b, s = batch.input_ids.shape
-        media = {name: in_memory(batch.media[name]) for name in fields}
-        return cls(
-            b,
-            s,
-            batch.position_ids.numel() // (b * s),
-            batch.cu_seqlens.numel(),
-            batch.dataset_ids.numel() > 0,
-            longest(batch.cu_seqlens),
-            num_trained(batch),
-            longest_media(batch.media),
-            {name: (x.dtype, list(x.shape)) for name, x in media.items()},
-        )
-
-    def counts(self) -> list[int]:
-        """Return the row of the header."""
-        media = [n for dtype, shape in self.media.values() for n in (_DTYPES.index(dtype), *shape)]
-        row = [self.b, self.s, self.num_axes, self.num_bounds, int(self.of_blend)]
-        return [*row, self.max_seqlen, self.num_trained, self.max_media_seqlen, *media]
-
-    @classmethod
-    def read(cls, row: Sequence[int], fields: Fields) -> _BatchHeader:
-        """The inverse of `counts`."""
-        b, s, num_axes, num_bounds, of_blend, max_seqlen, num_trained, max_media_seqlen = row[:_NUM_OWN]
-        rest = row[_NUM_OWN:]
-        media = {}
-        for name, field in fields.items():
-            dtype, *shape = rest[: _width(field)]
-            media[name] = (_DTYPES[dtype], shape)
-            rest = rest[_width(field) :]
-        return cls(b, s, num_axes, num_bounds, bool(of_blend), max_seqlen, num_trained, max_media_seqlen, media)
-
-
-def _width(field: Field) -> int:
-    """Return how many numbers a field takes in the header: one for its dtype and those of its shape."""
-    return 2 + len(field.item_shape)
 
 
 class SharedStep:
@@ -137,72 +84,94 @@ def share_step(
         fields: those of `media`.
 
     Returns:
-        The micro-batches for this rank's device, without media beyond the first stage. With a pipeline all are
-        padded to one length, which its fixed-size messages need.
+        The micro-batches for this rank's device, without media beyond the first stage; with context parallelism this
+        rank's tokens of them. With a pipeline all are padded to one length, which its fixed-size messages need.
     """
-    # Messages between stages have one size.
-    if batches is not None and groups.pp_size > 1:
-        length = max(x.input_ids.shape[1] for x in batches)
-        batches = [pad_to(x, length, fields) for x in batches]
+    parts = None if batches is None else _parts(groups, batches, fields)
     # A replica of one rank has what it has read.
-    if groups.tp_size * groups.pp_size == 1:
-        assert batches is not None
-        return _on_this_rank(batches, groups.device)
-    # First the shapes of all micro-batches, from host to host: receivers must know them.
-    header = torch.zeros(num_micro_batches, _NUM_OWN + sum(map(_width, fields.values())), dtype=torch.int64)
-    if batches is not None:
-        header = torch.tensor([_BatchHeader.of(x, fields).counts() for x in batches], dtype=torch.int64)
-    dist.broadcast(header, groups.model_parallel_source, group=groups.control_replica)
-    layouts = [_BatchHeader.read(row, fields) for row in header.tolist()]
+    if groups.replica_size == 1:
+        assert parts is not None
+        return _on_this_rank([part for (part,) in parts], groups.device)
+    # First the shapes of all parts of all micro-batches, from host to host: receivers must know them.
+    header = torch.zeros(num_micro_batches, groups.cp_size, header_width(fields), dtype=torch.int64)
+    if parts is not None:
+        header = torch.tensor([[BatchHeader.of(x, fields).counts() for x in of_batch] for of_batch in parts])
+    dist.broadcast(header, groups.replica_source, group=groups.control_replica)
+    all_layouts = [[BatchHeader.read(row, fields) for row in rows] for rows in header.tolist()]
+    layouts = [of_batch[groups.cp_rank] for of_batch in all_layouts]
     # Then lengths and tokens. Media follow when their micro-batch begins, and only on the first stage.
-    lengths = _broadcast_lengths(groups, batches, layouts)
-    tokens = _broadcast_tokens(groups, batches, layouts)
+    lengths = _broadcast_lengths(groups, parts, layouts)
+    tokens = _broadcast_tokens(groups, parts, all_layouts)
     media = [_no_media(layout, groups.device) for layout in layouts]
     shared = [_unpack(t, m, n, layout) for t, m, n, layout in zip(tokens, media, lengths, layouts, strict=True)]
     if not groups.is_first_stage:
         return SharedStep(shared, None)
     return SharedStep(
-        shared, lambda i: _broadcast_media(groups, None if batches is None else batches[i].media, layouts[i])
+        shared, lambda i: _broadcast_media(groups, None if parts is None else parts[i], layouts[i], fields)
     )
 
 
+def _parts(groups: Groups, batches: Sequence[TensorFields], fields: Fields) -> list[list[TensorFields]]:
+    """Return the part of each micro-batch of every context-parallel rank."""
+    lengths = [batch.input_ids.shape[1] for batch in batches]
+    if groups.pp_size > 1:  # messages between stages have one size
+        lengths = [max(lengths)] * len(lengths)
+    if groups.cp_size > 1:  # rows are cut into chunks of equal size
+        multiple = 2 * groups.cp_size
+        lengths = [-(-length // multiple) * multiple for length in lengths]
+    padded = [pad_to(x, length, fields) for x, length in zip(batches, lengths, strict=True)]
+    return [cut(x, groups.cp_size, fields) for x in padded]
+
+
 def _broadcast_lengths(
-    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_BatchHeader]
+    groups: Groups, parts: Sequence[Sequence[TensorFields]] | None, layouts: Sequence[BatchHeader]
 ) -> list[MediaLengths]:
-    """Send the hosts of the replica the values by which tensor-parallel ranks may divide media."""
+    """Send the hosts of the replica the values by which the ranks of a stage may divide media."""
     names = [name for name in LENGTHS if name in layouts[0].media]
     sizes = [layout.media[name][1][0] for layout in layouts for name in names]
-    if groups.tp_size == 1 or not sum(sizes):
+    if groups.tp_size * groups.cp_size == 1 or not sum(sizes):
         return [{name: () for name in names} for _ in layouts]
     values = torch.zeros(sum(sizes), dtype=torch.int64)
-    if batches is not None:
-        values = torch.cat([x.media[name].long() for x in batches for name in names])
-    dist.broadcast(values, groups.model_parallel_source, group=groups.control_replica)
-    parts = iter(values.split(sizes))
-    return [{name: next(parts).tolist() for name in names} for _ in layouts]
+    if parts is not None:
+        values = torch.cat([part.media[name].long() for part, *_ in parts for name in names])
+    dist.broadcast(values, groups.replica_source, group=groups.control_replica)
+    received = iter(values.split(sizes))
+    return [{name: next(received).tolist() for name in names} for _ in layouts]
 
 
 def _broadcast_tokens(
-    groups: Groups, batches: Sequence[TensorFields] | None, layouts: Sequence[_BatchHeader]
+    groups: Groups, parts: Sequence[Sequence[TensorFields]] | None, layouts: Sequence[Sequence[BatchHeader]]
 ) -> list[list[Tensor]]:
     """Broadcast token planes int64 [2 + axes, b, s], loss masks fp32 [b, s], bounds int32 and dataset ids int32 [b, s]
-    of all micro-batches to the whole replica."""
+    of all parts of all micro-batches to the whole replica; return those of this rank's parts."""
     shapes = []
-    for x in layouts:
+    for x in (layout for of_batch in layouts for layout in of_batch):
         planes, mask = (torch.int64, [2 + x.num_axes, x.b, x.s]), (torch.float32, [x.b, x.s])
         shapes.append([planes, mask, (torch.int32, [x.num_bounds]), (torch.int32, [x.b, x.s] if x.of_blend else [0])])
-    tensors = None if batches is None else [_token_tensors(x) for x in batches]
-    return _broadcast(groups, groups.model_parallel, tensors, shapes)
+    tensors = None if parts is None else [_token_tensors(part) for of_batch in parts for part in of_batch]
+    return _broadcast(groups, groups.replica, tensors, shapes)[groups.cp_rank :: groups.cp_size]
 
 
-def _broadcast_media(groups: Groups, media: Mapping[str, Tensor] | None, layout: _BatchHeader) -> dict[str, Tensor]:
-    """Broadcast the media of a micro-batch within the first stage."""
-    tensors = None if media is None else [[in_memory(media[name]) for name in layout.media]]
-    (parts,) = _broadcast(groups, groups.tensor_parallel, tensors, [list(layout.media.values())])
-    return {name: as_used(x) for name, x in zip(layout.media, parts, strict=True)}
+def _broadcast_media(
+    groups: Groups, parts: Sequence[TensorFields] | None, layout: BatchHeader, fields: Fields
+) -> dict[str, Tensor]:
+    """Broadcast the media of a micro-batch within the first stage: once what all of its ranks have, then the indices of
+    the tokens of each context-parallel rank."""
+    divided = [name for name in layout.media if fields[name].index_of == "tokens" and groups.cp_size > 1]
+    common = [name for name in layout.media if name not in divided]
+    names = [common, *[divided] * (groups.cp_size if divided else 0)]
+    tensors = None
+    if parts is not None:
+        sources = [parts[0], *parts] if divided else [parts[0]]
+        tensors = [[in_memory(x.media[name]) for name in each] for x, each in zip(sources, names, strict=True)]
+    received = _broadcast(groups, groups.stage, tensors, [[layout.media[name] for name in each] for each in names])
+    local = dict(zip(common, received[0], strict=True))
+    if divided:
+        local |= dict(zip(divided, received[1 + groups.cp_rank], strict=True))
+    return {name: as_used(local[name]) for name in layout.media}
 
 
-def _no_media(layout: _BatchHeader, device: torch.device) -> dict[str, Tensor]:
+def _no_media(layout: BatchHeader, device: torch.device) -> dict[str, Tensor]:
     return {
         name: as_used(torch.empty([0, *shape[1:]], dtype=dtype, device=device))
         for name, (dtype, shape) in layout.media.items()
@@ -220,12 +189,12 @@ def _broadcast(
     groups: Groups,
     group: dist.ProcessGroup,
     tensors: list[list[Tensor]] | None,
-    shapes: Sequence[Sequence[tuple[torch.dtype, list[int]]]],
+    shapes: _Shapes,
 ) -> list[list[Tensor]]:
     """Broadcast tensors of known dtypes and shapes from the loading rank as one message of bytes.
 
     Args:
-        tensors: of each micro-batch, on the loading rank.
+        tensors: of each part, on the loading rank.
         shapes: dtype and shape of each of them.
     """
     flat_shapes = [x for part in shapes for x in part]
@@ -240,7 +209,7 @@ def _broadcast(
         for part, x in zip(parts, (x for each in tensors for x in each), strict=True):
             part.copy_(_pinned(x, groups.device), non_blocking=True)
     if message.numel():
-        dist.broadcast(message, groups.model_parallel_source, group=group)
+        dist.broadcast(message, groups.replica_source, group=group)
     rest = iter(parts)
     return [[next(rest) for _ in part] for part in shapes]
 
@@ -252,7 +221,7 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _unpack(
-    tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: _BatchHeader
+    tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: BatchHeader
 ) -> MicroBatch:
     planes, loss_mask, cu_seqlens, dataset_ids = tokens
     input_ids, labels = planes[:2]

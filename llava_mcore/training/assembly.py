@@ -15,7 +15,7 @@ from llava_mcore.check_data.show import in_words
 from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point, unread_start
 from llava_mcore.checkpoint.node_local import is_local, unusable_here
 from llava_mcore.checkpoint.verify import damage_found_together
-from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
+from llava_mcore.config.rules.all_rules import data_to_read, loader_multiple, pad_multiple
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.encode.assets import Assets, require_same_tokenizer
 from llava_mcore.data.encode.chat_template import require_same_template
@@ -40,6 +40,7 @@ from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter, StartTimes
 from llava_mcore.training.logs.run_record import adopt_ids
 from llava_mcore.training.loop import StopRules, TrainingLoop
+from llava_mcore.training.memory_snapshot import MemoryRecorder
 from llava_mcore.training.saving.hf_files import carried_files
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
@@ -119,6 +120,7 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         validator=Validator(trainer, validation, watchdog),
         answerer=raise_together(groups, lambda: Answerer(trainer, answers, hf_dir, watchdog)),
         profiler=IterationProfiler(run, groups),
+        memory=MemoryRecorder(trainer),
         stop=stop,
         watchdog=watchdog,
         times=times,
@@ -228,8 +230,10 @@ def _join_world(run: RunConfig) -> Groups:
         backend=run.parallel.backend,
         tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
+        context_parallel_size=run.parallel.context_parallel_size,
         expert_model_parallel_size=run.parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
+        sharding_replicas=run.parallel.hsdp_replicas,
         timeout_seconds=run.faults.timeout,
     )
     seed_everything(run.training.seed)
@@ -253,7 +257,7 @@ def _open_loader(run: RunConfig, groups: Groups, assets: Assets | None, saved: A
     if assets is None:
         return None
     return TrainLoader(
-        run.data,
+        data_to_read(run),
         assets,
         micro_batch_size=run.training.micro_batch_size,
         dp_rank=groups.dp_rank,
@@ -272,7 +276,7 @@ def _open_validation(run: RunConfig, assets: Assets | None) -> ValidationData | 
         return None
     iters = run.validation.eval_iters
     return ValidationData(
-        run.data,
+        data_to_read(run),
         assets,
         micro_batch_size=run.training.micro_batch_size,
         seed=run.training.seed,

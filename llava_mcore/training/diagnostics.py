@@ -98,7 +98,8 @@ def _print_shapes(
     hooks.pop().remove()
     inputs = [*args, *(value for value in kwargs.values() if isinstance(value, Tensor))]
     entered = ", ".join(_shape(value) for value in inputs if isinstance(value, Tensor)) or "the previous stage's output"
-    where = f"stage {groups.pp_rank}, tensor rank {groups.tp_rank}"
+    of_context = f", context rank {groups.cp_rank}" if groups.cp_size > 1 else ""
+    where = f"stage {groups.pp_rank}, tensor rank {groups.tp_rank}{of_context}"
     # All ranks of the first replica print, because each has its own shapes.
     if groups.dp_rank == 0:
         print(f"{where}: {name}: {entered} -> {_shapes(output)}", flush=True)

@@ -13,6 +13,7 @@ from llava_mcore.errors import DataError, LlavaMcoreError, problems
 from llava_mcore.media.batch_fields import Fields, MediaWork, media_work
 from llava_mcore.parallel.agreement import agree
 from llava_mcore.parallel.batch import HostBatch
+from llava_mcore.parallel.context import uncuttable
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
 from llava_mcore.parallel.share import SharedStep, share_step
 
@@ -234,6 +235,7 @@ def fetch_step(
         try:
             batches = [next(loader) for _ in range(num_micro_batches)]
             budget.report(batches)
+            problem = next(filter(None, (uncuttable(batch, groups.cp_size) for batch in batches)), None)
         except LlavaMcoreError as error:
             problem = str(error)
     # The problem's flag travels with the counts: an agreement of its own would be one more call in every step.

@@ -20,6 +20,7 @@ from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import Fetched
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter, StartTimes
+from llava_mcore.training.memory_snapshot import MemoryRecorder
 from llava_mcore.training.optimization.schedule import learning_rates
 from llava_mcore.training.saving.pending import steps_before_allocation
 from llava_mcore.training.saving.save import Saver
@@ -60,6 +61,7 @@ class TrainingLoop:
     validator: Validator
     answerer: Answerer
     profiler: IterationProfiler
+    memory: MemoryRecorder
     stop: StopRules
     watchdog: Watchdog
     times: StartTimes
@@ -110,7 +112,7 @@ class TrainingLoop:
         self.watchdog.begin(f"iteration {iteration}")
 
         # Read the batch. In the same call the ranks learn what any of them has to say, so it costs nothing.
-        with self.profiler.iteration(iteration):
+        with self.profiler.iteration(iteration), self.memory.iteration(iteration):
             fetched = self.iterations.fetch(self._flags())
             asked, writing, failed = fetched.flags
             if failed:
@@ -147,7 +149,11 @@ class TrainingLoop:
         by_epochs = self.config.training.samples_to_read is not None  # the learning rate then follows what was read
         if not iterations.leaves_out_next:
             with explain_out_of_memory(
-                trainer.run, trainer.groups, self.progress.iteration + 1, self.reporter.forecast
+                trainer.run,
+                trainer.groups,
+                self.progress.iteration + 1,
+                self.reporter.forecast,
+                self.memory.out_of_memory,
             ):
                 step = train_step(
                     trainer.groups,

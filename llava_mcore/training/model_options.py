@@ -18,7 +18,7 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.optimization.optimizer import params_dtype
+from llava_mcore.training.optimization.data_parallel import params_dtype
 
 
 def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialize: bool) -> ModelOptions:
@@ -29,6 +29,8 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         params_dtype=params_dtype(run),
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        context_parallel_size=groups.cp_size,
+        cp_comm_type=run.parallel.cp_comm_type,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=groups.etp_size,
         on_cpu=restores_matrices(run),

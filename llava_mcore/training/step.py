@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -26,6 +25,7 @@ from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.logs.expert_loads import ExpertTokens, load_sums
 from llava_mcore.training.logs.metrics_file import DEVICE_SUMS
 from llava_mcore.training.loss_terms import LOSS_TERMS
+from llava_mcore.training.optimization.data_parallel import DataParallelModel
 
 LOSS = "loss"
 """Name of the summed cross-entropy and the number of trained tokens in a report."""
@@ -83,7 +83,7 @@ def forward_step(
 
 
 def forward_backward(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[DataParallelModel],
     batches: SharedStep,
     *,
     forward_only: bool = False,
@@ -98,7 +98,7 @@ def forward_backward(
         The named sums of each micro-batch, as they are on this rank; on the last stage they have LOSS. With several
         chunks, those of each chunk.
     """
-    micro_batch_size, seq_length = batches.shape
+    micro_batch_size, local_length = batches.shape
     iterators = [iter(batches), *(batches.without_media() for _ in chunks[1:])]  # the first chunk has the tower
     reports: list[Sums] = []
     get_forward_backward_func()(
@@ -106,7 +106,7 @@ def forward_backward(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=seq_length,
+        seq_length=local_length * chunks[0].config.context_parallel_size,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
     )
@@ -115,7 +115,7 @@ def forward_backward(
 
 def train_step(
     groups: Groups,
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[DataParallelModel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     batches: SharedStep,

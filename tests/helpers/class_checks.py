@@ -42,7 +42,14 @@ TheirInputs = Callable[[Path, Conversation], Any]
 """What a folder's own processor makes of a conversation."""
 
 
-def batch_of(assets: Assets, conversations: Sequence[Conversation], *, packed: bool, multiple: int = 8) -> Batch:
+def batch_of(
+    assets: Assets,
+    conversations: Sequence[Conversation],
+    *,
+    packed: bool,
+    multiple: int = 8,
+    sample_multiple: int = 1,
+) -> Batch:
     """Return what the loader makes of conversations."""
     samples = []
     for number, conversation in enumerate(conversations):
@@ -60,6 +67,7 @@ def batch_of(assets: Assets, conversations: Sequence[Conversation], *, packed: b
         fields=assets.plan.fields,
         num_axes=assets.plan.num_axes,
         multiple=multiple,
+        sample_multiple=sample_multiple,
     )
 
 

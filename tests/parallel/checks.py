@@ -20,7 +20,7 @@ from llava_mcore.parallel.groups import Groups, initialize
 from llava_mcore.parallel.random import seed_everything
 
 
-def join(tp: int, pp: int, ep: int = 1, etp: int = 1) -> Groups:
+def join(tp: int, pp: int, ep: int = 1, etp: int = 1, cp: int = 1, replicas: int = 1) -> Groups:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -28,8 +28,10 @@ def join(tp: int, pp: int, ep: int = 1, etp: int = 1) -> Groups:
         backend=backend,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        sharding_replicas=replicas,
         timeout_seconds=60,
     )
     seed_everything(1)
@@ -42,6 +44,7 @@ def load_model(groups: Groups, checkpoint: Path, **options_: Any) -> VisionLangu
     options = ModelOptions(
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        context_parallel_size=groups.cp_size,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=groups.etp_size,
         initialize=False,

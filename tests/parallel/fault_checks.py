@@ -41,6 +41,7 @@ from llava_mcore.training.logs.metrics_file import FILE, JsonLinesWriter
 from llava_mcore.training.logs.reporter import Reporter, StartTimes
 from llava_mcore.training.logs.sinks import Sinks
 from llava_mcore.training.loop import StopRules, TrainingLoop
+from llava_mcore.training.memory_snapshot import MemoryRecorder
 from llava_mcore.training.saving.pending import Writing
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import LOADER_FOLDER, TrainingProgress, loader_file, resume
@@ -84,6 +85,7 @@ def loop(groups: Groups, run: RunConfig, kind: type[FakeLoader], stop_after: int
             validator=Validator(trainer, None, watchdog),
             answerer=Answerer(trainer, None, hf, watchdog),
             profiler=IterationProfiler(run, groups),
+            memory=MemoryRecorder(trainer),
             stop=stop,
             watchdog=watchdog,
             times=times,

@@ -10,14 +10,23 @@ from collections.abc import Collection, Iterator
 
 from llava_mcore.config.needs import check_needs
 from llava_mcore.config.rules.adapter import check_adapter, trains_projection, trains_tower
+from llava_mcore.config.rules.context import check_context, check_context_model
 from llava_mcore.config.rules.delta_nets import FP8_MULTIPLE, check_delta_nets
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.experts import check_experts
+from llava_mcore.config.rules.fully_sharded import check_fully_sharded
 from llava_mcore.config.rules.muon import check_muon
 from llava_mcore.config.rules.operation import check_operations
-from llava_mcore.config.rules.parallel import check_deepstack, check_options, check_stages, has_uneven_stages
+from llava_mcore.config.rules.parallel import (
+    check_deepstack,
+    check_options,
+    check_stages,
+    has_uneven_stages,
+    replica_words,
+)
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.files.hf_files import hub_hint
 
 
@@ -102,11 +111,14 @@ def check_run(
     errors = [
         *check_values(run, typed),
         *check_options(run, device_available),
+        *check_context(run, device_available),
         *check_batch(run, world_size),
     ]
-    errors += check_operations(run, world_size)
+    errors += [*check_fully_sharded(run, world_size), *check_operations(run, world_size)]
     if run.parallel.backend == "nccl" and not device_available:
         errors.append("--backend nccl needs GPUs and none was found: omit the flag, or use gloo")
+    if run.logging.memory_snapshot is not None and not device_available:
+        errors.append("--memory-snapshot records a GPU's memory and none was found: omit it; --profile works on CPUs")
     if run.model.attention_backend and (not device_available or run.model.transformer_impl == "local"):
         errors.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: omit them")
     if run.training.fp8 and not device_available:
@@ -121,6 +133,7 @@ def check_run(
         if run.training.fp8_vision:
             errors += check_fp8_tower(dims, 1 if divides else tp, source)
         errors += [*check_delta_nets(run, dims, source), *check_experts(run, dims, world_size, source)]
+        errors += check_context_model(run, dims, source)
         if run.model.drop_class_token and dims.keeps_class_token:
             errors.append(
                 f"--no-add-class-token, but {source} keeps the class token (vision_feature_select_strategy full): "
@@ -153,13 +166,13 @@ def check_devices(num_gpus: int, gpu_count: int) -> list[str]:
 
 def check_batch(run: RunConfig, world_size: int) -> list[str]:
     """Return why processes or batch sizes are not divisible."""
-    tp, pp = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-    if world_size % (tp * pp):
+    replica = run.parallel.replica_size
+    if world_size % replica:
         return [
-            f"{world_size} processes (--gpus) cannot be divided into groups of --tp {tp} x --pp {pp} = {tp * pp}: "
-            f"use a multiple of {tp * pp}"
+            f"{world_size} processes (--gpus) cannot be divided into groups of {replica_words(run.parallel)} = "
+            f"{replica}: use a multiple of {replica}"
         ]
-    dp = world_size // (tp * pp)
+    dp = world_size // replica
     step = run.training.micro_batch_size * dp
     sizes = {f"--global-batch-size {run.training.global_batch_size}": run.training.global_batch_size}
     if run.training.ramp is not None:
@@ -216,8 +229,9 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16)
     ):
         yield "training.fp8_first_layers_bf16 and …_last_… do not work with --fp8-recipe delayed: choose another recipe"
-    if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel):
-        flag = "--fp8" if training.fp8 else "--sequence-parallel"
+    cp = run.parallel.context_parallel_size
+    if run.data.seq_length % pad_multiple(run) and (training.fp8 or run.parallel.sequence_parallel or cp > 1):
+        flag = "--fp8" if training.fp8 else "--sequence-parallel" if run.parallel.sequence_parallel else f"--cp {cp}"
         yield f"--seq-length {run.data.seq_length} must be a multiple of {pad_multiple(run)} with {flag}: change it"
     for key, lr, is_trained in (
         ("vision_lr", optimizer.vision_lr, trains_tower(run)),
@@ -232,12 +246,21 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
 def pad_multiple(run: RunConfig) -> int:
     """Return the multiple to which the number of tokens is padded: 8, or what FP8's matrix products need.
 
-    With sequence parallelism each tensor-parallel rank's part of the tokens is a multiple of that.
+    With sequence or context parallelism each rank's part of the tokens is a multiple of that.
     """
     multiple = 8
     if run.training.fp8:
         multiple = 128 if run.training.fp8_recipe == "blockwise" else FP8_MULTIPLE
-    return multiple * (run.parallel.tensor_model_parallel_size if run.parallel.sequence_parallel else 1)
+    parallel = run.parallel
+    multiple *= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return multiple * parallel.context_parallel_size
+
+
+def data_to_read(run: RunConfig) -> DataConfig:
+    """Return the data of a run, with the multiple that lengths of packed samples are rounded up to."""
+    cp = run.parallel.context_parallel_size
+    default = 2 * cp if cp > 1 and run.data.packing else None
+    return run.data.model_copy(update={"sample_multiple": run.data.sample_multiple or default})
 
 
 def loader_multiple(run: RunConfig) -> int:

@@ -22,6 +22,11 @@ def check_muon(run: RunConfig) -> Iterator[str]:
             "optimizer.name muon orthogonalizes updates of whole matrices, and an adapter has two factors of each "
             "update: omit optimizer.name for AdamW, or the adapter"
         )
+    if run.parallel.fsdp != "none":
+        yield (
+            f"--fsdp {run.parallel.fsdp} does not work with optimizer.name muon yet: use --dist-optim in place of "
+            "--fsdp, or omit optimizer.name for AdamW"
+        )
     if optimizer.use_precision_aware_optimizer:
         yield (
             "optimizer.use_precision_aware_optimizer stores AdamW's state only, so it does not work with "

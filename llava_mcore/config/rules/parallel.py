@@ -30,6 +30,13 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
         )
 
 
+def replica_words(parallel: ParallelConfig) -> str:
+    """Return the factors of a model replica's size, as flags."""
+    cp = parallel.context_parallel_size
+    middle = f" x --cp {cp}" if cp > 1 else ""
+    return f"--tp {parallel.tensor_model_parallel_size}{middle} x --pp {parallel.pipeline_model_parallel_size}"
+
+
 def check_balance(parallel: ParallelConfig) -> Iterator[str]:
     """Yield keys that decide what parallel.balance would."""
     if parallel.balance == "none" or parallel.pipeline_model_parallel_size == 1:
@@ -67,7 +74,7 @@ def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:
         return
     if not device_available:
         yield f"{key} needs GPUs and Transformer Engine, and no GPU was found: omit it"
-    if not run.parallel.use_distributed_optimizer:
+    if not run.parallel.divides_optimizer:
         yield f"{key} works inside the distributed optimizer only: add --dist-optim"
     if run.training.precision == "fp32":
         yield f"{key} keeps fp32 weights in addition to half-precision ones: omit --precision fp32"
@@ -112,7 +119,7 @@ def check_stages(run: RunConfig, dims: ModelDims, world_size: int, source: str) 
             f"parallel.num_layers_per_virtual_pipeline_stage {chunk} does not divide the {layers // pp} layers of a "
             f"stage of {source} into several chunks: use {' or '.join(fitting) or 'no interleaving'}"
         )
-    replicas = max(1, world_size // (parallel.tensor_model_parallel_size * pp))
+    replicas = max(1, world_size // parallel.replica_size)
     ramp = run.training.ramp
     for size in (run.training.global_batch_size, *(() if ramp is None else (ramp.start, ramp.increment))):
         micro_batches = size // (run.training.micro_batch_size * replicas)

@@ -87,6 +87,9 @@ class DataConfig(Section):
     """Pack samples into sequences of seq_length tokens; they do not attend to each other."""
     packing_buffer_size: Annotated[Size, Needs("data.packing")] = 64
     """Number of samples from which each stream selects those that fill a pack best."""
+    sample_multiple: Annotated[Size | None, Needs("data.packing")] = None
+    """Multiple that the lengths of packed samples are rounded up to. Not given: 2 x --cp, as samples are cut into so
+    many chunks; 1 without --cp. Runs that give the same multiple build the same packs at any --cp."""
     max_waiting_bytes: Annotated[int, Needs("data.packing")] = Field(4 << 30, ge=0, le=1 << 50)
     """Bytes per node for samples that were read and wait for their pack, divided over its loader processes. Others are
     read again when their pack is built."""

@@ -1,12 +1,14 @@
-"""Configuration of launching: machines, GPUs, container, SLURM."""
+"""Configuration of launching: machines, GPUs, container, and jobs of SLURM, Kubernetes and Vertex AI."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from llava_mcore.config.sections.base import Flag, Parts, Section, UserPath
+from llava_mcore.config.sections.base import Flag, Needs, Parts, Section, UserPath, comma_separated
 
 
 def _gpu_count(value: int) -> int:
@@ -23,8 +25,47 @@ def _gpu_ids(value: str) -> str:
     return ",".join(ids)
 
 
+@dataclass(frozen=True)
+class Volume:
+    """One `SOURCE:/path[:ro]` of --volume.
+
+    Attributes:
+        source: a claim's name, a folder of the machine, or the export of an NFS server.
+        server: that server, else None.
+    """
+
+    source: str
+    path: str
+    read_only: bool
+    server: str | None = None
+
+
+_VOLUME = re.compile(
+    r"(?:nfs://(?P<server>[^/:]+)(?P<export>/[^:]*)|(?P<folder>/[^:]*)|(?P<claim>[a-z0-9]([a-z0-9.-]*[a-z0-9])?))"
+    r":(?P<path>/[^:]+?)/?(?P<read_only>:ro)?"
+)
+
+
+def parse_volume(text: str) -> Volume:
+    """Return the volume that a text names. ValueError for anything else."""
+    match = _VOLUME.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            "expected CLAIM:/path, /host/folder:/path or nfs://SERVER/EXPORT:/path, each perhaps with :ro at its end"
+        )
+    source = match["export"] or match["folder"] or match["claim"]
+    return Volume(source, match["path"], match["read_only"] is not None, match["server"])
+
+
+def _volume_text(text: str) -> str:
+    parse_volume(text)
+    return text
+
+
 GpuCount = Annotated[int, Field(ge=-1, le=1024), AfterValidator(_gpu_count)]
 GpuIds = Annotated[str, AfterValidator(_gpu_ids)]
+Volumes = Annotated[tuple[Annotated[str, AfterValidator(_volume_text)], ...], BeforeValidator(comma_separated)]
+_JOB = Needs("launch.k8s", "launch.vertex")
 
 
 class LaunchConfig(Section):
@@ -63,6 +104,20 @@ class LaunchConfig(Section):
     """Further sbatch options of a job that --submit submits, such as '--partition=gpu --time=24:00:00'."""
     sif_path: Annotated[UserPath | None, Flag("--sif-path", group="save and load")] = None
     """Singularity/Apptainer image inside which to run the same command."""
+    k8s: Annotated[Literal["jobset", "pytorchjob"] | None, Flag("--k8s", group="Kubernetes and Vertex AI")] = None
+    """Write NAME.KIND.yaml, a manifest for Kubernetes with which a cluster trains, and start nothing here: a JobSet, or
+    a PyTorchJob of Kubeflow's training operator. --submit also creates it with kubectl."""
+    vertex: Annotated[str | None, Flag("--vertex", group="Kubernetes and Vertex AI")] = None
+    """Write NAME.vertex.yaml for a custom job of Vertex AI on machines of this type, such as a3-highgpu-8g, and start
+    nothing here; --submit also creates it with gcloud."""
+    image: Annotated[str | None, Flag("--image", group="Kubernetes and Vertex AI"), _JOB] = None
+    """Container image of the job, such as one of environments/Dockerfile."""
+    volumes: Annotated[Volumes, Flag("--volume", group="Kubernetes and Vertex AI", many=True), _JOB] = ()
+    """Volumes of the container, as CLAIM:/path, /host/folder:/path or nfs://SERVER/EXPORT:/path; :ro at the end forbids
+    writing. Paths of the run are those in the container."""
+    job_options: Annotated[UserPath | None, Flag("--job-options", group="Kubernetes and Vertex AI"), _JOB] = None
+    """YAML file with further fields of the job, by section: metadata, spec, pod_metadata, pod and container for
+    Kubernetes; spec, pool and container for Vertex AI."""
 
     @property
     def chosen_gpus(self) -> tuple[int, ...]:

@@ -68,3 +68,8 @@ class LoggingConfig(Section):
     both go to SAVE_DIR/NAME/profile."""
     profile_ranks: Annotated[Ranks | None, Needs("logging.profile")] = None
     """Ranks that write a profile, such as 0,8; not given: all."""
+    memory_snapshot: Annotated[Iterations | None, Flag("--memory-snapshot")] = None
+    """Iteration in which every rank records its GPU's memory: a snapshot for pytorch.org/memory_viz, and an image of
+    the memory over time by category. Both go to SAVE_DIR/NAME/memory."""
+    memory_snapshot_ranks: Annotated[Ranks | None, Needs("logging.memory_snapshot")] = None
+    """Ranks that record their memory, such as 0,8; not given: all."""

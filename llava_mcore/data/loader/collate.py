@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llava_mcore.data.loader.packing import round_up
 from llava_mcore.data.samples import Batch, EncodedSample, TokenConversation
 from llava_mcore.media.batch_fields import IMAGE_FIELDS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES, Fields
 from llava_mcore.media.media import index_values, position_ids
@@ -28,6 +29,7 @@ def collate(
     pad_token_id: int,
     packed: bool,
     multiple: int = 8,
+    sample_multiple: int = 1,
     pixel_scale: Tensor = NO_SCALE,
     fields: Fields = IMAGE_FIELDS,
     num_axes: int = 1,
@@ -39,13 +41,17 @@ def collate(
 
     Args:
         multiple: lengths are rounded up to a multiple of this, for fewer shapes and faster matrix products.
+        sample_multiple: so are those of the conversations of a pack, for ranks that divide each of them.
         pixel_scale: the scale of the image processor.
         fields: the fields of the media.
         num_axes: of a position.
         of_blend: there are several datasets, so the batch says which one a token belongs to.
     """
-    make = _pack if packed else _pad
-    batch, places = make(samples, _MediaCollator(fields, pixel_scale, num_axes), seq_length, pad_token_id, multiple)
+    media = _MediaCollator(fields, pixel_scale, num_axes)
+    if packed:
+        batch, places = _pack(samples, media, seq_length, pad_token_id, multiple, sample_multiple)
+    else:
+        batch, places = _pad(samples, media, seq_length, pad_token_id, multiple)
     # Which dataset each token of a conversation comes from, for losses per dataset.
     if of_blend:
         conversations = [conversation for sample in samples for conversation in sample.conversations]
@@ -105,11 +111,17 @@ def _pad(
 
 
 def _pack(
-    samples: Sequence[EncodedSample], media: _MediaCollator, seq_length: int, pad_token_id: int, multiple: int
+    samples: Sequence[EncodedSample],
+    media: _MediaCollator,
+    seq_length: int,
+    pad_token_id: int,
+    multiple: int,
+    sample_multiple: int,
 ) -> tuple[Batch, list[tuple[int, int]]]:
-    """Concatenate all conversations into one row; b packs give at most b * seq_length tokens."""
+    """Concatenate all conversations into one row; b packs give at most b * seq_length tokens. What a conversation is
+    rounded up by counts as a part of it."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
-    ends = np.cumsum([0, *map(len, conversations)])
+    ends = np.cumsum([0, *(round_up(len(conversation), sample_multiple) for conversation in conversations)])
     length = _rounded(int(ends[-1]), multiple, seq_length * len(samples))
     bounds = ends if ends[-1] == length else np.append(ends, length)
     # Positions restart with each conversation, and with the padding.
@@ -121,7 +133,7 @@ def _pack(
 
 
 def _rounded(length: int, multiple: int, limit: int) -> int:
-    return min(-(-length // multiple) * multiple, limit)
+    return min(round_up(length, multiple), limit)
 
 
 def _batch(

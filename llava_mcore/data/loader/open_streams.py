@@ -165,7 +165,7 @@ def packing_of(data: DataConfig) -> Packing | None:
     """Return how a stream packs; None without packing."""
     if not data.packing:
         return None
-    return Packing(data.packing_buffer_size, data.seq_length, data.max_media_tokens)
+    return Packing(data.packing_buffer_size, data.seq_length, data.max_media_tokens, data.sample_multiple or 1)
 
 
 class ListedSamples:

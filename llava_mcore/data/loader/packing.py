@@ -9,6 +9,11 @@ LEVELS = 64
 """Steps of a pack's patch budget; a sample's patches are rounded up to whole steps."""
 
 
+def round_up(length: int, multiple: int) -> int:
+    """Return the smallest multiple that is not less than a length."""
+    return -(-length // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class PatchBudget:
     """A second budget of a pack: the patches of each sample, and the maximum for a pack."""

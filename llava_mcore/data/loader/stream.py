@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from torch.utils.data import IterableDataset
 
-from llava_mcore.data.loader.packing import PatchBudget, fullest_pack
+from llava_mcore.data.loader.packing import PatchBudget, fullest_pack, round_up
 from llava_mcore.data.loader.sample_reader import SampleReader
 from llava_mcore.data.loader.source import Delivery, PixelBuffers
 from llava_mcore.data.loader.turns import StreamTurns
@@ -28,6 +28,13 @@ class Packing:
     """Maximum tokens of a pack."""
     most_patches: int | None = None
     """Maximum patches of a pack."""
+    multiple: int = 1
+    """Multiple that the length of each conversation is rounded up to."""
+
+    def room(self, num_tokens: int, num_conversations: int) -> int:
+        """Return how much of a pack a sample takes; where it has several conversations, at most."""
+        padding = (num_conversations - 1) * (self.multiple - 1)
+        return min(round_up(num_tokens + padding, self.multiple), self.capacity)
 
 
 class SampleOrder(Protocol):
@@ -52,6 +59,7 @@ class Waiting(NamedTuple):
     choice: ChosenSample
     num_tokens: int
     num_patches: int
+    num_conversations: int = 1
 
 
 class Stream:
@@ -91,7 +99,7 @@ class Stream:
 
     def position(self) -> dict[str, Any]:
         """Return the position after the last batch, as plain containers."""
-        waiting = [[*entry.choice, entry.num_tokens, entry.num_patches] for entry in self._waiting]
+        waiting = [[*entry.choice, *entry[1:]] for entry in self._waiting]
         counts: dict[str, float] = {"num_batches": self._num_batches, "num_tokens": self._num_tokens}
         counts |= {"num_iterations": self._num_iterations}
         return {"order": self._order.position(), "waiting": waiting, **counts}
@@ -190,14 +198,16 @@ class Stream:
             if sample is None:
                 self._count(usable=False)
             else:
-                self._waiting.append(Waiting(choice, sample.num_tokens, sample.num_patches))
+                size = (sample.num_tokens, sample.num_patches, len(sample.conversations))
+                self._waiting.append(Waiting(choice, *size))
 
     def _take_pack(self, packing: Packing) -> list[Waiting]:
         """Remove the samples of the next pack from those that wait, and return them."""
         media = None
         if packing.most_patches is not None:
             media = PatchBudget([entry.num_patches for entry in self._waiting], packing.most_patches)
-        chosen = fullest_pack([entry.num_tokens for entry in self._waiting], packing.capacity, media)
+        room = [packing.room(entry.num_tokens, entry.num_conversations) for entry in self._waiting]
+        chosen = fullest_pack(room, packing.capacity, media)
         taken = [self._waiting[index] for index in chosen]
         for index in reversed(chosen):
             del self._waiting[index]

@@ -17,6 +17,7 @@ from llava_mcore.data.encode.conversation import with_prompt
 from llava_mcore.data.encode.encode import TooLongError, expanded, fit, stored_text, tokenize
 from llava_mcore.data.encode.prompts import POOL_KEY, choose_prompt
 from llava_mcore.data.loader.collate import collate
+from llava_mcore.data.loader.packing import round_up
 from llava_mcore.data.loader.sample_problems import Skips
 from llava_mcore.data.samples import (
     Batch,
@@ -84,6 +85,14 @@ class ChatTaskEncoder:
             raise TooLongError(
                 f"a pack with {num_patches} {self.assets.plan.unit} was written, but data.max_media_tokens is {limit}; "
                 "raise that, or prepare the data without --pack-to"
+            )
+        multiple = self.data.sample_multiple or 1
+        rounded = sum(round_up(len(conversation), multiple) for conversation in conversations)
+        if tokens.num_tokens <= self.data.seq_length < rounded:
+            raise DataError(
+                f"a pack of {tokens.num_tokens} tokens was written, which is {rounded} tokens with its samples rounded "
+                f"up to multiples of {multiple} (--cp), but data.seq_length is {self.data.seq_length}; raise that, or "
+                "prepare the data with a smaller --pack-to, or without it"
             )
         if tokens.num_tokens > self.data.seq_length:
             raise DataError(
@@ -165,6 +174,7 @@ class ChatTaskEncoder:
             pad_token_id=self.assets.pad_token_id,
             packed=self.data.packing,
             multiple=self.pad_multiple,
+            sample_multiple=self.data.sample_multiple or 1,
             pixel_scale=self.assets.images.pixel_scale,
             fields=self.assets.plan.fields,
             num_axes=self.assets.plan.num_axes,

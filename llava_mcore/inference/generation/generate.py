@@ -218,8 +218,8 @@ class _AnswerLoop:
                 problem = str(error)
         about: list[Any] = [problem, None if prompt is None else (prompt.length, prompt.next_position)]
         groups = self.groups
-        if groups.tp_size * groups.pp_size > 1:
-            dist.broadcast_object_list(about, groups.model_parallel_source, group=groups.control_replica)
+        if groups.replica_size > 1:
+            dist.broadcast_object_list(about, groups.replica_source, group=groups.control_replica)
         if about[0] is not None:
             raise DataError(about[0])
         if about[1] is None:

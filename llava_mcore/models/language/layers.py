@@ -45,7 +45,11 @@ class TwoRopeSelfAttention(SelfAttention):
         """Take `rotary_pos_emb` [s, 1, 1, d] from the layer's own frequencies if it has them."""
         shared = kwargs.pop("rotary_pos_emb", None)
         if self.local_rope is not None and isinstance(shared, torch.Tensor):
-            shared = self.local_rope(shared.shape[0]) if self.local_angles is None else self.local_angles
+            # megatron-core takes a rank's part of the angles of rows at once, of packed samples in each layer.
+            is_packed = kwargs.get("packed_seq_params") is not None
+            length = shared.shape[0] * (1 if is_packed else self.config.context_parallel_size)
+            angles = self.local_rope(length, packed_seq=is_packed) if self.local_angles is None else self.local_angles
+            shared = angles
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=shared, **kwargs)
 
 

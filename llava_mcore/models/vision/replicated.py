@@ -60,9 +60,10 @@ def run_divided(
 
 def process_groups(config: TransformerConfig) -> ProcessGroupCollection:
     """Return the groups in which a tower's layers are built."""
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups, alone = ProcessGroupCollection.use_mpu_process_groups(), group_of_this_rank()
+    groups.cp = alone  # only the decoder's tokens are divided
     if config.tensor_model_parallel_size == 1:
-        groups.tp = group_of_this_rank()
+        groups.tp = alone
     return groups
 
 

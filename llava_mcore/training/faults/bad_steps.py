@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,18 @@ def save_batches(path: Path, iteration: int, batches: Sequence[LoadedBatch]) -> 
 
 @contextlib.contextmanager
 def explain_out_of_memory(
-    run: RunConfig, groups: Groups, iteration: int, forecast: Forecast | None = None
+    run: RunConfig,
+    groups: Groups,
+    iteration: int,
+    forecast: Forecast | None = None,
+    describe: Callable[[int], str | None] = lambda _iteration: None,
 ) -> Iterator[None]:
     """Turn a GPU's out-of-memory error into a TrainingError that says which settings reduce memory, and what was
-    predicted."""
+    predicted.
+
+    Args:
+        describe: returns a line about what the memory is used for, given the iteration.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -125,6 +133,9 @@ def explain_out_of_memory(
         advice = [f"  - {line}" for line in _memory_advice(run, groups, str(error))]
         if forecast is not None:
             advice.append(f"  {forecast.out_of_memory(groups.pp_rank)}")
+        described = describe(iteration)
+        if described is not None:
+            advice.append(f"  {described}")
         raise TrainingError("\n".join([title, *advice, str(error)])) from error
 
 
@@ -139,7 +150,7 @@ def _memory_advice(run: RunConfig, groups: Groups, message: str) -> Iterator[str
     yield f"raise --tp (now {groups.tp_size}){pipeline}"
     if groups.tp_size > 1 and not run.parallel.sequence_parallel:
         yield "split norms and residuals over the tensor-parallel ranks as well: --sequence-parallel"
-    if not run.parallel.use_distributed_optimizer and groups.dp_size > 1:
+    if not run.parallel.divides_optimizer and groups.dp_size > 1:
         yield "shard the optimizer over the data-parallel ranks: --dist-optim"
     if run.optimizer.exp_avg_dtype == "fp32":
         yield "keep AdamW's moments in bf16, with optimizer.use_precision_aware_optimizer (docs/parallel.md, Optimizer)"

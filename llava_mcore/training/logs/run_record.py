@@ -41,6 +41,7 @@ def run_record(run: RunConfig, groups: Groups, counters: dict[str, int]) -> dict
         "layout": {
             "tensor_model_parallel_size": groups.tp_size,
             "pipeline_model_parallel_size": groups.pp_size,
+            "context_parallel_size": groups.cp_size,
             "data_parallel_size": groups.dp_size,
             "expert_model_parallel_size": groups.ep_size,
             "expert_tensor_parallel_size": groups.etp_size,

@@ -122,12 +122,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
             return self._over_divided([x.matrix for x in matrices], flat, like)
         # Every rank of `sharded` gets whole parts of a few matrices, and sends back the shards of their updates.
         me, ranks = sharded.rank(), range(sharded.size())
-        mine = [x for x, owner in zip(matrices, owners, strict=True) if owner == me]
+        to_compute = [x for x, owner in zip(matrices, owners, strict=True) if owner == me]
         to_owners = [[x for x, owner in zip(flat, owners, strict=True) if owner == rank] for rank in ranks]
-        shards = exchange(to_owners, [[x.sizes[rank] for x in mine] for rank in ranks], sharded, like)
-        whole = [torch.cat([shards[rank][i] for rank in ranks]) for i in range(len(mine))]
-        updates = self._over_divided([x.matrix for x in mine], whole, like)
-        cut = [update.split(list(x.sizes)) for x, update in zip(mine, updates, strict=True)]
+        shards = exchange(to_owners, [[x.sizes[rank] for x in to_compute] for rank in ranks], sharded, like)
+        gathered = [torch.cat([shards[rank][i] for rank in ranks]) for i in range(len(to_compute))]
+        updates = self._over_divided([x.matrix for x in to_compute], gathered, like)
+        cut = [update.split(list(x.sizes)) for x, update in zip(to_compute, updates, strict=True)]
         sizes = [[x.sizes[me] for x, owner in zip(matrices, owners, strict=True) if owner == rank] for rank in ranks]
         returned = exchange([[x[rank] for x in cut] for rank in ranks], sizes, sharded, like)
         return [x for of_owner in returned for x in of_owner]
@@ -142,16 +142,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 x.orthogonalized([p], self._settings.orthogonalize)[0].flatten()
                 for x, p in zip(matrices, shaped, strict=True)
             ]
-        own = matrices[me] if me < len(matrices) else None
+        assigned = matrices[me] if me < len(matrices) else None
         # Of a matrix that every rank has, its owner has it too.
         outgoing = [[shaped[i]] if i < len(matrices) and matrices[i].split is not None else [] for i in ranks]
-        is_divided = own is not None and own.split is not None
-        incoming = [[own.shape.numel()] if own is not None and is_divided else [] for _ in ranks]
+        is_divided = assigned is not None and assigned.split is not None
+        incoming = [[assigned.shape.numel()] if assigned is not None and is_divided else [] for _ in ranks]
         received = exchange(outgoing, incoming, group, like)
         updates: list[list[Tensor]] = [[] for _ in ranks]
-        if own is not None:
-            found = [x[0].view(own.shape) for x in received] if is_divided else [shaped[me]]
-            results = own.orthogonalized(found, self._settings.orthogonalize)
+        if assigned is not None:
+            received_parts = [x[0].view(assigned.shape) for x in received] if is_divided else [shaped[me]]
+            results = assigned.orthogonalized(received_parts, self._settings.orthogonalize)
             updates = [[results[i if is_divided else 0]] for i in ranks]
         sizes = [[matrices[i].shape.numel()] if i < len(matrices) else [] for i in ranks]
         return [x for of_rank in exchange(updates, sizes, group, like) for x in of_rank]

@@ -59,9 +59,9 @@ class Matrix:
         Args:
             parts: of all ranks, or one that every rank has.
         """
-        whole = parts[0] if self.split is None else self.split.join(parts)
-        whole = self.layout.to_megatron(*(function(x) for x in self.layout.to_hf(whole)))
-        return [whole] if self.split is None else self.split.split(whole, len(parts))
+        joined = parts[0] if self.split is None else self.split.join(parts)
+        joined = self.layout.to_megatron(*(function(x) for x in self.layout.to_hf(joined)))
+        return [joined] if self.split is None else self.split.split(joined, len(parts))
 
 
 def find_matrices(
@@ -73,7 +73,7 @@ def find_matrices(
         whole_towers: every tensor-parallel rank has the whole tower.
     """
     entries = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=hf.text_config.vocab_size).entries
-    found = {}
+    matrices = {}
     for model in models:
         for name, parameter in whole_names(model).items():
             entry = entries[name]
@@ -81,8 +81,8 @@ def find_matrices(
                 continue
             is_whole = entry.shard.dim is None or (whole_towers and name.startswith("vision_model."))
             split = None if is_whole else entry.shard
-            found[id(parameter)] = Matrix(name, parameter, split, matrices_in(entry))
-    return found
+            matrices[id(parameter)] = Matrix(name, parameter, split, matrices_in(entry))
+    return matrices
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ def find_holders(optimizer: MegatronOptimizer, matrices: Mapping[int, Matrix]) -
         if id(parameter) in matrices
     }
     sharded = optimizer.data_parallel_group if isinstance(optimizer, DistributedOptimizer) else None
-    own = {matrices[key].name: stop - start for key, (_, start, stop) in ranges.items()}
-    everywhere = [own] if sharded is None else [own] * sharded.size()
+    own_sizes = {matrices[key].name: stop - start for key, (_, start, stop) in ranges.items()}
+    everywhere = [own_sizes] if sharded is None else [own_sizes] * sharded.size()
     if sharded is not None:
-        dist.all_gather_object(everywhere, own, group=sharded)
+        dist.all_gather_object(everywhere, own_sizes, group=sharded)
     names = {name for sizes in everywhere for name in sizes}
     held = []
     for key, matrix in matrices.items():

@@ -42,7 +42,7 @@ def text_of(folder: Path) -> dict[str, Any]:
 
 FAMILIES: dict[str, Any] = {
     "llama": lambda folder: make_hf_llava(folder, text="llama"),
-    "gemma3": lambda folder: make_hf_llava(folder, text="gemma3"),  # kinds of layers, and norms behind both parts
+    "gemma3": lambda folder: make_hf_llava(folder, text="gemma3"),  # kinds of layers, and norms after both parts
     "qwen3_moe": lambda folder: make_hf_llava(folder, text="qwen3_moe"),  # the second layer has a plain MLP
     "qwen3_5": lambda folder: make_hf_qwen(folder, name="qwen3_5"),  # delta nets in three of four layers
     "qwen3_vl": lambda folder: make_hf_qwen(folder, name="qwen3_vl"),  # features are added to the first layers
@@ -52,7 +52,7 @@ FAMILIES: dict[str, Any] = {
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_first_logits_are_the_models_own(family: str, tmp_path: Path) -> None:
-    """Two copies, behind layers of different kinds; a folder that Megatron takes and gives back."""
+    """Two copies, after layers of different kinds; a folder that Megatron takes and gives back."""
     FAMILIES[family](tmp_path / "hf")
     expand_folder(tmp_path / "hf", tmp_path / "more", "2,3", quiet)
     before, after = load(tmp_path / "hf"), load(tmp_path / "more")
@@ -124,7 +124,7 @@ def test_only_inserted_layers_are_trained(tmp_path: Path) -> None:
         ("every:5", "name some of them"),
         ("every:0", "expected numbers of layers"),
         ("2;3", "expected numbers of layers"),
-        ("0,3", "behind the layers 0 to 1, which therefore keep their numbers: choose from 1 to 3"),
+        ("0,3", "after the layers 0 to 1, which therefore keep their numbers: choose from 1 to 3"),
     ],
 )
 def test_what_is_no_choice_of_layers(text: str, said: str) -> None:

@@ -60,7 +60,7 @@ def test_attention_kernels(flag: str | None, backend: str, hf: Path, monkeypatch
     """The flag chooses the attention backend of both parts."""
     seen: list[ModelOptions] = []
     config = load_hf_config(hf)
-    groups: Any = SimpleNamespace(tp_size=1, pp_size=1, ep_size=1, etp_size=1, device=torch.device("cpu"))
+    groups: Any = SimpleNamespace(tp_size=1, cp_size=1, pp_size=1, ep_size=1, etp_size=1, device=torch.device("cpu"))
     seen.append(setup.model_options(run_of(*([flag] if flag else [])), groups, config, initialize=False))
     for part in (part_configs(config, seen[0]).language, part_configs(config, seen[0]).vision):
         assert part.attention_backend.name == backend

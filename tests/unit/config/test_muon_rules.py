@@ -40,8 +40,9 @@ def test_what_fits(good: list[str], changes: list[str]) -> None:
             ["optimizer.use_precision_aware_optimizer=true", "parallel.use_distributed_optimizer=true"],
             "does not work with optimizer.name muon",
         ),
+        (["parallel.fsdp=optim_grads"], "--fsdp optim_grads does not work with optimizer.name muon yet"),
     ],
-    ids=["adapter", "precision"],
+    ids=["adapter", "precision", "fsdp"],
 )
 def test_what_does_not(good: list[str], changes: list[str], said: str) -> None:
     (message,) = check_run(

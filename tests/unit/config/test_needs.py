@@ -13,8 +13,12 @@ from llava_mcore.config.needs import NEEDS, check_needs, words_of
 
 # key -> a value that is not its default, and what it needs
 CASES: dict[str, tuple[str, list[str]]] = {
+    "launch.image": ("x", ["launch.k8s=jobset"]),
+    "launch.volumes": ("a:/b", ["launch.vertex=m"]),
+    "launch.job_options": ("/o.yaml", ["launch.k8s=jobset"]),
     "logging.wandb_project": ("x", ["logging.wandb=true"]),
     "logging.mlflow_experiment": ("x", ["logging.mlflow=true"]),
+    "logging.memory_snapshot_ranks": ("0", ["logging.memory_snapshot=2"]),
     "logging.profile_ranks": ("0", ["logging.profile=1:2"]),
     "checkpoint.save_optim": ("true", ["checkpoint.save=true"]),
     "checkpoint.keep_last": ("2", ["checkpoint.save_interval=5"]),
@@ -24,6 +28,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "checkpoint.non_persistent_local_dir": ("/d", ["checkpoint.non_persistent_save_interval=5"]),
     "data.max_waiting_bytes": ("1000", ["data.packing=true"]),
     "data.packing_buffer_size": ("8", ["data.packing=true"]),
+    "data.sample_multiple": ("8", ["data.packing=true"]),
     "model.cuda_graphs": ("true", ["data.packing=true"]),
     "model.cuda_graphs_vision": ("true", ["model.cuda_graphs=true", "data.packing=true"]),
     "model.recompute_modules": ("core_attn", ["model.recompute=selective"]),
@@ -39,8 +44,10 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "adapter.name": ("mine", ["adapter.load=/d"]),
     "adapter.quantize": ("nf4", ["adapter.r=4"]),
     "adapter.frozen": ("/d", ["adapter.r=4"]),
+    "parallel.cp_comm_type": ("a2a", ["parallel.context_parallel_size=2"]),
     "parallel.sequence_parallel": ("true", ["parallel.tensor_model_parallel_size=2"]),
     "parallel.vision_data_parallel": ("true", ["parallel.tensor_model_parallel_size=2"]),
+    "parallel.hsdp_replicas": ("2", ["parallel.fsdp=optim"]),
     "parallel.num_layers_in_first_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
     "parallel.num_layers_in_last_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
     "parallel.num_layers_per_virtual_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),

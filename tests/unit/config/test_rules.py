@@ -69,6 +69,7 @@ def test_a_good_run_has_no_problem(good: list[str]) -> None:
         (["checkpoint.non_persistent_local_dir=/d"], ["--non-persistent-local-ckpt-dir has no effect without"]),
         (["checkpoint.non_persistent_save_interval=2"], ["--non-persistent-save-interval", "add --save-optim"]),
         (["logging.profile=9:11"], ["--profile 9:11 reaches beyond the last iteration, 10"]),
+        (["logging.memory_snapshot=3"], ["--memory-snapshot records a GPU's memory and none was found"]),
         (["logging.profile_ranks=0"], ["logging.profile_ranks has no effect without --profile"]),
         (["logging.profile=9:10", "logging.profile_ranks=2,8"], ["names rank 8: this run has 0 to 7"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr 1 is above --lr 2e-05"]),
@@ -84,6 +85,20 @@ def test_one_broken_rule_gives_one_message(good: list[str], changes: list[str], 
     found = check_run(load_run_config(None, [*good, *changes]), DIMS, world_size=8, device_available=False)
     assert len(found) == 1, found
     assert all(words in found[0] for words in expected), found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["logging.memory_snapshot=10", "logging.memory_snapshot_ranks=7"], None),
+        (["logging.memory_snapshot=11"], "--memory-snapshot 11 is after the last iteration, 10"),
+        (["logging.memory_snapshot=3", "logging.profile=2:3"], "--profile 2:3 records the memory of that iteration"),
+        (["logging.memory_snapshot=3", "logging.memory_snapshot_ranks=9"], "memory_snapshot_ranks names rank 9: this"),
+    ],
+)
+def test_a_snapshot_of_memory(good: list[str], changes: list[str], expected: str | None) -> None:
+    messages = check_run(load_run_config(None, [*good, *changes]), DIMS, world_size=8, device_available=True)
+    assert messages == [] if expected is None else len(messages) == 1 and expected in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llava_mcore.data.encode.encode import TooLongError, cut, fit
 from llava_mcore.data.loader.collate import collate
 from llava_mcore.data.loader.packing import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
+from llava_mcore.data.loader.stream import Packing
 from llava_mcore.data.samples import EncodedSample, TokenConversation
 from tests.helpers.encoding import placed
 
@@ -184,3 +185,11 @@ def test_what_is_too_long() -> None:
     assert len(fit(talk, 9, truncate=True)) == 9
     with pytest.raises(TooLongError, match="nothing to train on is left"):
         fit(talk, 8, truncate=True)
+
+
+def test_lengths_are_rounded_up_in_a_packs_budget() -> None:
+    packing = Packing(8, capacity=64, multiple=8)
+    assert [packing.room(n, 1) for n in (1, 8, 9, 64)] == [8, 8, 16, 64]
+    # Of several conversations only their sum is known: 3 x 3 tokens take 24.
+    assert packing.room(9, 3) >= 24
+    assert Packing(8, capacity=64).room(9, 3) == 9

@@ -174,13 +174,22 @@ def test_a_file_that_is_no_lock_is_taken_over_when_it_is_old(path: Path) -> None
 
 def test_processes_of_one_group_are_there_together(path: Path) -> None:
     with locked(path, group="job 7") as first:
-        with locked(path, group="job 7"):
-            pass
         assert json.loads(path.read_text())["token"] == first.me.token
         locked(path, group="job 7").require_free()
         with pytest.raises(FolderInUse):
             locked(path, group="job 8").require_free()
     locked(path).require_free()
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_run_that_is_started_again_takes_over_its_own_lock(path: Path) -> None:
+    """Its first node was killed, and starts on another machine: group and address are the same."""
+    path.parent.mkdir()
+    elsewhere(path, group="none 0 host:29500")
+    locked(path, group="none 0 host:29500").require_free()
+    with locked(path, group="none 0 host:29500") as lock:
+        assert json.loads(path.read_text())["token"] == lock.me.token
     assert not path.exists()
 
 

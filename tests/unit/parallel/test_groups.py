@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.parallel import groups
+from llava_mcore.parallel.replica_groups import replica_groups
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -18,5 +18,5 @@ def test_a_world_that_replicas_do_not_divide(monkeypatch: pytest.MonkeyPatch, tp
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     message = f"3 processes cannot be divided into groups of --tp {tp} x --pp 1 = {tp}: start a multiple of {tp}"
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
-        groups._replica_group(tp, 1, datetime.timedelta(seconds=1))
+        replica_groups(tp, 1, 1, datetime.timedelta(seconds=1))
     assert error.value.on_all_ranks

@@ -80,9 +80,11 @@ def test_out_of_memory_error_lists_settings() -> None:
     run = load_run_config(
         None, [*done, "parallel.tensor_model_parallel_size=2", "parallel.use_distributed_optimizer=true"]
     )
-    with pytest.raises(TrainingError) as raised, explain_out_of_memory(run, groups, 17):
+    describe = "memory in iteration {}: weights".format
+    with pytest.raises(TrainingError) as raised, explain_out_of_memory(run, groups, 17, None, describe):
         raise torch.OutOfMemoryError("CUDA out of memory")
     text = str(raised.value)
+    assert "\n  memory in iteration 17: weights\n" in text
     assert [line for line in ("another process", *advice) if line in text] == ["--tp (now 2)"], "is done already"
     for more, flags in (
         ((), "omit --cuda-graphs:"),

@@ -1,0 +1,63 @@
+"""Rules for context parallelism (`--cp`): what it needs, and what does not work with it yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.schema import RunConfig
+
+
+def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
+    """Yield options that contradict context parallelism. For what the model allows see `check_context_model`."""
+    parallel, data = run.parallel, run.data
+    cp = parallel.context_parallel_size
+    if data.sample_multiple is not None and data.sample_multiple % (2 * cp):
+        yield (
+            f"data.sample_multiple {data.sample_multiple} is not a multiple of {2 * cp} = 2 x --cp {cp}, the chunks "
+            "that a sample is cut into: change it, or omit it"
+        )
+    if cp == 1:
+        return
+    flag = f"--cp {cp}"
+    uses_engine = device_available and run.model.transformer_impl != "local"
+    # How ranks exchange keys and values is Transformer Engine's.
+    comm_type = parallel.cp_comm_type
+    if comm_type is not None and not uses_engine:
+        yield "--cp-comm-type chooses how Transformer Engine's attention exchanges tokens, on GPUs: omit it"
+    if comm_type == "all_gather" and data.packing:
+        yield "--cp-comm-type all_gather does not keep packed samples apart: use p2p or a2a, or omit --packing"
+    if uses_engine and run.training.precision == "fp32":
+        yield (
+            f"{flag}: Transformer Engine's attention of divided tokens is for half precision: omit --precision fp32, "
+            "or add model.transformer_impl=local"
+        )
+    if uses_engine and run.model.attention_backend == "flash" and not data.packing:
+        yield f"{flag}: --flash-attn divides the tokens of packed samples only: add --packing, or use --fused-attn"
+    # What is not computed yet.
+    for name, is_set in (
+        ("--cuda-graphs", run.model.cuda_graphs),
+        ("--eval-generate", run.validation.eval_generate is not None),
+    ):
+        if is_set:
+            yield f"{name} does not work with {flag} yet: omit one of them"
+
+
+def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterator[str]:
+    """Yield why the tokens of a model cannot be divided as requested."""
+    parallel = run.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if cp == 1:
+        return
+    # With all-to-all, ranks divide the heads that tensor parallelism leaves.
+    if parallel.cp_comm_type == "a2a":
+        for quantity, size in (("attention", dims.num_attention_heads), ("key/value", dims.num_query_groups)):
+            if size % (tp * cp):
+                yield (
+                    f"--cp-comm-type a2a divides heads, and --tp {tp} x --cp {cp} = {tp * cp} does not divide the "
+                    f"{size} {quantity} heads of {source}: lower --cp, or use --cp-comm-type p2p"
+                )
+    if dims.delta_key_heads:
+        yield f"--cp {cp} does not work yet with the gated delta nets of {source}: omit it"
+    if dims.num_experts:
+        yield f"--cp {cp} does not work yet with the mixtures of experts of {source}: omit it"

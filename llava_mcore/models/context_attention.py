@@ -1,0 +1,45 @@
+"""Causal attention of tokens that context-parallel ranks divide, in torch: keys and values of all ranks are gathered.
+
+It is exact for everything that one rank computes, also windows and soft caps. Transformer Engine's attention, which
+overlaps messages with products, is used where it is installed.
+
+s: tokens of this rank, t: tokens of all, b: samples, n: heads, g: query groups, d: head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llava_mcore.parallel.context import chunks_of_rank, gather_tokens, gathered_rows
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of [q, b, n, d] to [k, b, g, d], of which the queries are the last q: returns [q, b, n * d]."""
+
+
+def attend_chunks(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int], group: dist.ProcessGroup, attend: Attend
+) -> Tensor:
+    """Return [s, b, n * d] for this rank's [s, b, n or g, d]; a collective call.
+
+    Args:
+        bounds: see `local_tokens`.
+    """
+    cp_size = group.size()
+    # One message for keys and values, put back into the order of the row.
+    rows = gathered_rows(torch.tensor(bounds, device=query.device), bounds[-1], cp_size)
+    gathered = gather_tokens(torch.stack([key, value], dim=1), group)[rows]
+    lengths = [end - start for start, end in pairwise(bounds)]
+    # Each of this rank's two chunks of a sequence sees the sequence up to the chunk's own end.
+    parts, done = [], 0
+    for length, of_sequence in zip(lengths, gathered.split(lengths), strict=True):
+        size = length // (2 * cp_size)
+        for chunk in chunks_of_rank(cp_size, group.rank()) if size else ():
+            keys, values = of_sequence[: (chunk + 1) * size].unbind(1)
+            parts.append(attend(query[done : done + size], keys, values))
+            done += size
+    return torch.cat(parts)

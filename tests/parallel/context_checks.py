@@ -1,0 +1,209 @@
+"""Context parallelism inside a test world: ranks that divide the tokens of every sample."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
+from llava_mcore.data.samples import Conversation
+from llava_mcore.models.trainable import whole_name
+from llava_mcore.parallel.groups import Groups
+from llava_mcore.training.fetch import SkipBudget, fetch_step
+from llava_mcore.training.saving.save import save_checkpoint
+from llava_mcore.training.saving.state import TrainingProgress, resume
+from llava_mcore.training.setup import Trainer
+from llava_mcore.training.step import forward_backward, train_step
+from tests.helpers.batches import LENGTH, FakeBatch, FakeLoader
+from tests.helpers.class_checks import batch_of
+from tests.parallel.checks import join
+from tests.parallel.class_curve_checks import GivenLoader
+from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, curve, make_trainer, run_config
+
+Layout = tuple[int, int, int]
+"""tp, cp, pp."""
+MULTIPLE, SAMPLE_MULTIPLE = 32, 8
+"""Lengths of packs and of samples that every layout can divide: 8 * tp * cp and 2 * cp for four ranks."""
+PACKED, PADDED = "packed", "padded"
+
+
+def configure(layout: Layout, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
+    """Return a run of this layout, with sequence parallelism where it is tensor-parallel."""
+    tp, cp, pp = layout
+    of_layout = {
+        "parallel.context_parallel_size": cp,
+        "parallel.sequence_parallel": tp > 1,
+        "training.micro_batch_size": 1,
+        "data.seq_length": 512,
+    }
+    return run_config(tp, pp, checkpoint, save_dir, **(of_layout | flags))
+
+
+def open_loader(
+    groups: Groups, case: dict[str, Any], steps: Sequence[Sequence[Conversation]], *, packed: bool
+) -> GivenLoader | None:
+    """Return the loader of these micro-batches, on ranks that load data."""
+    if not groups.loads_data:
+        return None
+    assets = load_assets(Path(case["hf"]))
+    rounded: dict[str, Any] = {"multiple": MULTIPLE, "sample_multiple": SAMPLE_MULTIPLE}
+    return GivenLoader([batch_of(assets, conversations, packed=packed, **rounded) for conversations in steps])
+
+
+def gradients(
+    layout: Layout, cases: dict[str, dict[str, Any]], save_dir: str, kinds: Sequence[str] = (PACKED, PADDED)
+) -> dict[str, Any]:
+    """Return where this rank is, and losses, gradients and their norm after the backward passes of a step of each case,
+    packed and padded.
+
+    A step has a micro-batch of all conversations, one of a single image and one of text alone.
+    """
+    tp, cp, pp = layout
+    groups = join(tp, pp, cp=cp)
+    found: dict[str, Any] = {"tp_rank": groups.tp_rank, "cp_rank": groups.cp_rank, "pp_rank": groups.pp_rank}
+    for name, case in cases.items():
+        flags = {"training.global_batch_size": 3, **case.get("flags", {})}
+        for kind in kinds:
+            run = configure(layout, case["checkpoint"], save_dir, **flags)
+            found[name, kind] = _gradients(groups, run, case, packed=kind == PACKED)
+    return found
+
+
+def _gradients(groups: Groups, run: RunConfig, case: dict[str, Any], *, packed: bool) -> dict[str, Any]:
+    trainer = make_trainer(groups, run)
+    loader = open_loader(groups, case, [case["all"], case["single"], case["text"]], packed=packed)
+    batches, *_ = fetch_step(groups, loader, 3, SkipBudget(0.0), trainer.fields)
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    reports = forward_backward(trainer.chunks, batches)
+    losses = [report["loss"].tolist() for report in reports if "loss" in report]
+    trainer.optimizer.prepare_grads()  # hands over the gradients whose norm is taken
+    named = [(model, name, p) for model in trainer.models for name, p in model.named_parameters()]
+    found: dict[str, Tensor] = {whole_name(m, n): p.main_grad.clone() for m, n, p in named if p.requires_grad}
+    return {"losses": losses, "norm": trainer.optimizer.get_grad_norm(), "gradients": found}
+
+
+class WholeSamples(FakeLoader):
+    """The samples of FakeLoader, whose lengths every layout divides, one after the other in a single row."""
+
+    def __next__(self) -> FakeBatch:
+        batch = super().__next__()
+        batch.cu_seqlens = torch.arange(0, batch.input_ids.numel() + 1, LENGTH, dtype=torch.int32)
+        for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+            setattr(batch, name, getattr(batch, name).reshape(1, -1))
+        return batch
+
+
+LORA = {"model.freeze_vision_model": True, "adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3}
+RECOMPUTED = {"model.recompute": "full", "model.recompute_vision": "full"}
+CURVES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "distributed": {"parallel.use_distributed_optimizer": True},
+    "recomputed": RECOMPUTED,
+    "stage 1": {"model.freeze_language_model": True, "model.freeze_vision_model": True},
+    "adapters": LORA,
+    "DoRA": LORA | {"adapter.dora": True},
+    "bf16": {"training.precision": "bf16"},
+}
+"""Options of short runs, by name."""
+
+
+def curves(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, Any]:
+    """Train a few steps with each of the options on packs, and padded without any; interleaved with a pipeline."""
+    tp, cp, pp = layout
+    groups = join(tp, pp, cp=cp)
+    found = {}
+    interleaved = {"parallel.num_layers_per_virtual_pipeline_stage": 1} if pp > 1 else {}
+    for name, flags in (CURVES | {"padded": {}, "interleaved": interleaved}).items():
+        run = configure(
+            layout, checkpoint, save_dir, **{"training.train_iters": 4, "training.micro_batch_size": 2, **flags}
+        )
+        kind = FakeLoader if name == "padded" else WholeSamples
+        found[name] = curve(groups, run, MIXED, kind)
+    return found
+
+
+SAVED_AFTER, MORE_STEPS = 2, 2
+
+
+def stop_and_resume(layout: Layout, case: dict[str, Any], save_dir: str) -> dict[str, Any]:
+    """Train without a stop, and again with a checkpoint from which a new trainer continues.
+
+    Returns losses and gradient norms of both, and the parameters that differ after them.
+    """
+    groups, run = _resumable(layout, case, save_dir)
+    uninterrupted = make_trainer(groups, run)
+    expected = train_steps(groups, uninterrupted, open_data(groups, case), SAVED_AFTER + MORE_STEPS)
+    first, loader = make_trainer(groups, run), open_data(groups, case)
+    found = train_steps(groups, first, loader, SAVED_AFTER)
+    state = None if loader is None else loader.state()
+    save_checkpoint(first, TrainingProgress(SAVED_AFTER, SAVED_AFTER * GLOBAL_BATCH), Path(case["hf"]), state)
+    second, later = _resumed(groups, run, case)
+    weights, others = ({n: p for m in x.models for n, p in m.named_parameters()} for x in (uninterrupted, second))
+    different = [name for name, p in weights.items() if not torch.equal(p, others[name])]
+    return {"expected": expected, "found": {key: found[key] + later[key] for key in found}, "different": different}
+
+
+def resume_elsewhere(layout: Layout, case: dict[str, Any], save_dir: str) -> dict[str, list[float]]:
+    """Return what follows what `stop_and_resume` has saved, at another layout."""
+    groups, run = _resumable(layout, case, save_dir)
+    return _resumed(groups, run, case)[1]
+
+
+def _resumable(layout: Layout, case: dict[str, Any], save_dir: str) -> tuple[Groups, RunConfig]:
+    tp, cp, pp = layout
+    flags = {
+        "checkpoint.save": True,
+        "checkpoint.save_optim": True,
+        "checkpoint.load_optim": True,
+        "parallel.use_distributed_optimizer": True,
+    }
+    return join(tp, pp, cp=cp), configure(layout, case["checkpoint"], save_dir, **flags)
+
+
+def _resumed(groups: Groups, run: RunConfig, case: dict[str, Any]) -> tuple[Trainer, dict[str, list[float]]]:
+    trainer = make_trainer(groups, run)
+    progress, states = resume(trainer)
+    assert progress.iteration == SAVED_AFTER
+    return trainer, train_steps(groups, trainer, open_data(groups, case, saved=states), MORE_STEPS)
+
+
+def open_data(groups: Groups, case: dict[str, Any], *, saved: Any = None) -> TrainLoader | None:
+    """Return the loader of a case's shards on ranks that load data. `saved`: the states that it continues from."""
+    if not groups.loads_data:
+        return None
+    config = DataConfig(
+        path=Path(case["data"]),
+        seq_length=192,
+        num_workers=0,
+        num_streams=2,
+        packing=True,
+        packing_buffer_size=6,
+        sample_multiple=SAMPLE_MULTIPLE,
+    )
+    where = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size, "pad_multiple": MULTIPLE}
+    return TrainLoader(config, load_assets(Path(case["hf"])), micro_batch_size=1, seed=3, saved=saved, **where)
+
+
+def train_steps(groups: Groups, trainer: Trainer, loader: TrainLoader | None, number: int) -> dict[str, list[float]]:
+    """Train so many steps; return losses, gradient norms and numbers of tokens."""
+    found: dict[str, list[float]] = {"loss": [], "grad_norm": [], "tokens": []}
+    for _ in range(number):
+        batches, counts, *_ = fetch_step(
+            groups, loader, GLOBAL_BATCH // groups.dp_size, SkipBudget(0.0), trainer.fields
+        )
+        step = train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, GLOBAL_BATCH)
+        result = step.result()
+        found["loss"].append(result.loss)
+        found["grad_norm"].append(result.grad_norm)
+        found["tokens"].append(counts.num_tokens)
+    return found

@@ -1,0 +1,140 @@
+"""Ranks that divide the tokens of every sample (`--cp`) compute what one rank does."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.model_table import mapping_table, usual_names
+from tests.helpers.shards import make_dataset
+from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_qwen import make_hf_qwen
+from tests.helpers.world import run_world
+from tests.parallel import context_checks
+from tests.parallel.context_checks import PACKED, PADDED, Layout
+from tests.parallel.test_vision_parallel import CLASSES as EVERY_CLASS
+from tests.parallel.test_vision_parallel import OF_PICTURES, OF_QWEN, TinyModel
+
+DIVIDED = {name: TinyModel(partial(make_hf_qwen, name=name), OF_QWEN) for name in ("qwen2_5_vl", "qwen3_vl")}
+"""Their towers can be divided over two ranks."""
+CLASSES = (
+    EVERY_CLASS
+    | DIVIDED
+    | {
+        "gemma2": TinyModel(partial(make_hf_llava, text="gemma2"), OF_PICTURES),
+        "gemma3": TinyModel(partial(make_hf_llava, vision="siglip", text="gemma3"), OF_PICTURES),
+    }
+)
+ONE: Layout = (1, 1, 1)
+LAYOUTS: list[Layout] = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
+"""tp, cp, pp."""
+RANKS = {layout: layout[0] * layout[1] * layout[2] for layout in [ONE, *LAYOUTS]}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("context")
+    found = {}
+    for name, model in CLASSES.items():
+        model.make(root / name)
+        import_hf(root / name, root / f"{name}-megatron")
+        found[name] = {
+            "hf": str(root / name),
+            "checkpoint": str(root / f"{name}-megatron"),
+            "all": model.conversations,
+            "single": model.conversations[2:],
+            "text": model.conversations[1:2],
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Losses and gradients of one rank."""
+    save_dir = str(tmp_path_factory.mktemp("one"))
+    found: dict[str, Any] = run_world(1, context_checks.gradients, layout=ONE, cases=cases, save_dir=save_dir)[0]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_gradients_are_those_of_one_rank(
+    cases: dict[str, dict[str, Any]], whole: dict[str, Any], tmp_path: Path, layout: Layout
+) -> None:
+    # The micro-batches of a pipeline have as many rows, so these are packed.
+    kinds = (PACKED, PADDED) if layout[2] == 1 else (PACKED,)
+    arguments = {"layout": layout, "cases": cases, "save_dir": str(tmp_path), "kinds": kinds}
+    ranks = run_world(RANKS[layout], context_checks.gradients, **arguments)
+    for name, case in cases.items():
+        for kind in kinds:
+            expected, where = whole[name, kind], (layout, name, kind)
+            losses = sum_of_losses(ranks, layout, (name, kind))
+            assert torch.allclose(losses, torch.tensor(expected["losses"]), rtol=1e-5, atol=1e-6), where
+            for rank in ranks:
+                assert rank[name, kind]["norm"] == pytest.approx(expected["norm"], rel=1e-5), where
+                assert_same_gradients(case, expected["gradients"], rank[name, kind]["gradients"], rank, layout, where)
+
+
+def sum_of_losses(ranks: list[dict[Any, Any]], layout: Layout, key: tuple[str, str]) -> Tensor:
+    """Return loss and trained tokens of each micro-batch: every context-parallel rank has those of its own tokens."""
+    last = [rank for rank in ranks if rank["pp_rank"] == layout[2] - 1 and rank["tp_rank"] == 0]
+    assert len(last) == layout[1]
+    return torch.stack([torch.tensor(rank[key]["losses"]) for rank in last]).sum(0)
+
+
+def assert_same_gradients(
+    case: dict[str, Any],
+    whole: dict[str, Tensor],
+    found: dict[str, Tensor],
+    rank: dict[Any, Any],
+    layout: Layout,
+    where: Any,
+) -> None:
+    """Compare each gradient with the part of one rank's that this rank has."""
+    tp, _, pp = layout
+    hf = load_hf_config(Path(case["hf"]))
+    entries = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=512).entries
+    assert found and (pp > 1 or found.keys() == whole.keys())
+    for name, gradient in found.items():
+        expected = entries[name].shard.split(whole[name], tp)[rank["tp_rank"]]
+        assert gradient.shape == expected.shape, (where, name)
+        error = (gradient - expected).abs().max()
+        assert error <= 1e-5 * whole[name].abs().max() + 1e-9, (where, name, error, whole[name].abs().max())
+
+
+def test_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """With every option, and with two replicas of two ranks."""
+    arguments = {"checkpoint": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
+    (one,) = run_world(1, context_checks.curves, layout=ONE, **arguments)
+    for size, layout in ((4, (1, 2, 1)), (4, (1, 2, 2))):
+        ranks = run_world(size, context_checks.curves, layout=layout, **arguments)
+        assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
+        assert ranks[0].keys() == one.keys()
+        for name, found in ranks[0].items():
+            loss, norm = (1e-2, 5e-2) if name == "bf16" else (1e-5, 1e-4)
+            assert found["loss"] == pytest.approx(one[name]["loss"], rel=loss), (layout, name)
+            assert found["grad_norm"] == pytest.approx(one[name]["grad_norm"], rel=norm), (layout, name)
+            assert len(set(found["loss"])) == len(found["loss"]), (layout, name)
+
+
+def test_a_stopped_run_continues_bit_for_bit_and_at_other_layouts(
+    cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    make_dataset(tmp_path / "data", num_samples=24)
+    case = cases["qwen2_5_vl"] | {"data": str(tmp_path / "data")}
+    arguments = {"case": case, "save_dir": str(tmp_path / "runs")}
+    ranks = run_world(4, context_checks.stop_and_resume, layout=(1, 2, 1), **arguments)  # with two replicas
+    for rank in ranks:
+        assert rank["found"] == rank["expected"] and not rank["different"]
+    expected = {key: values[context_checks.SAVED_AFTER :] for key, values in ranks[0]["expected"].items()}
+    for layout in (ONE, (1, 4, 1), (2, 2, 1)):
+        found = run_world(RANKS[layout], context_checks.resume_elsewhere, layout=layout, **arguments)[0]
+        assert found["tokens"] == expected["tokens"], "the same packs"
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5), layout
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), layout

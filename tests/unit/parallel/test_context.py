@@ -1,0 +1,79 @@
+"""Which tokens of a micro-batch each context-parallel rank has."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from llava_mcore.media.batch_fields import FEATURE_POSITIONS, IMAGE_FIELDS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
+from llava_mcore.models.image_tokens import insert_features
+from llava_mcore.parallel.batch import MicroBatch
+from llava_mcore.parallel.context import cut, gathered_rows, local_tokens, uncuttable
+
+
+def batch_of(bounds: list[int], *, rows: int = 1) -> MicroBatch:
+    """Return a micro-batch of distinct numbers, with three features."""
+    shape = (rows, bounds[-1])
+    numbers = torch.arange(rows * bounds[-1]).view(shape)
+    return MicroBatch(
+        input_ids=numbers,
+        labels=numbers + 1000,
+        loss_mask=(numbers % 3 > 0).float(),
+        position_ids=torch.stack([numbers, 2 * numbers, 3 * numbers]),
+        media={
+            PIXEL_VALUES: torch.zeros(1, 3, 2, 2),
+            PIXEL_SCALE: NO_SCALE,
+            FEATURE_POSITIONS: torch.tensor([1, 9, rows * bounds[-1] - 2]),
+        },
+        cu_seqlens=torch.tensor(bounds if rows == 1 else [], dtype=torch.int32),
+        dataset_ids=(numbers % 2).int(),
+    )
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_token_is_on_one_rank_with_all_that_belongs_to_it(cp: int, rows: int) -> None:
+    batch = batch_of([0, 8, 8, 32, 48] if rows == 1 else [0, 16], rows=rows)
+    parts = cut(batch, cp, IMAGE_FIELDS)
+    assert all(part.input_ids.shape == (rows, batch.input_ids.shape[1] // cp) for part in parts)
+    ids = torch.cat([part.input_ids.flatten() for part in parts])
+    assert torch.equal(ids.sort().values, batch.input_ids.flatten())
+    for part in parts:
+        assert torch.equal(part.labels, part.input_ids + 1000)
+        assert torch.equal(part.loss_mask, (part.input_ids % 3 > 0).float())
+        assert torch.equal(part.position_ids, torch.stack([part.input_ids * i for i in (1, 2, 3)]))
+        assert torch.equal(part.dataset_ids, (part.input_ids % 2).int())
+        assert torch.equal(part.cu_seqlens, batch.cu_seqlens)
+        assert part.media[PIXEL_VALUES] is batch.media[PIXEL_VALUES], "all ranks have all media"
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_features_reach_the_rank_that_has_their_token(cp: int) -> None:
+    batch = batch_of([0, 8, 48])
+    features = torch.tensor([[-1.0], [-2.0], [-3.0]])
+    whole = insert_features(batch.input_ids.t()[..., None].float(), features, batch.media[FEATURE_POSITIONS])
+    for rank, part in enumerate(cut(batch, cp, IMAGE_FIELDS)):
+        embeddings = part.input_ids.t()[..., None].float()
+        placed = insert_features(embeddings, features, part.media[FEATURE_POSITIONS], is_part=cp > 1)
+        assert torch.equal(placed, whole[local_tokens([0, 8, 48], cp, rank)])
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ranks_have_the_same_number_of_pairs_and_gathered_tokens_find_their_places(cp: int) -> None:
+    bounds = [0, 8, 32, 32, 48]
+    local = [local_tokens(bounds, cp, rank) for rank in range(cp)]
+    gathered = torch.cat(local)[gathered_rows(torch.tensor(bounds, dtype=torch.int32), bounds[-1], cp)]
+    assert torch.equal(gathered, torch.arange(bounds[-1]))
+    starts = torch.cat([torch.full((b - a,), a) for a, b in pairwise(bounds)])
+    assert len({int((tokens - starts[tokens]).sum()) for tokens in local}) == 1, "the earlier tokens that are seen"
+
+
+def test_a_pack_that_cannot_be_cut() -> None:
+    batch = batch_of([0, 8, 14, 32])
+    assert uncuttable(batch, 1) is None and uncuttable(batch_of([0, 8, 32]), 4) is None
+    message = uncuttable(batch, 2)
+    assert (
+        message is not None and "multiples of 4 = 2 x --cp, but these are not: 1 (6 tokens), 2 (18 tokens)" in message
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.model import Model
-from llava_mcore.plan.parameters import StageParameters, owned, stage_parameters
+from llava_mcore.plan.parameters import StageParameters, owned, owned_tables, stage_parameters
 from llava_mcore.plan.work import PackWork, Work
 
 NF4_BYTES = 4.127 / 8
@@ -73,7 +73,7 @@ def _with_peak(
     parts = {
         "weights": _weights(layout, parameters),
         "gradients": 4.0 * parameters.trained,
-        "optimizer": layout.state_bytes * owned(layout, parameters),
+        "optimizer": _state(layout, parameters),
         "activations": stored,
         "tower_activations": tower,
         "output_layer": output if output > temporary else 0.0,
@@ -82,6 +82,12 @@ def _with_peak(
         "graphs": graphs,
     }
     return StageMemory(**parts, allowance=fit.fragmentation * sum(parts.values()), outside=fit.outside(layout))
+
+
+def _state(layout: RunLayout, p: StageParameters) -> float:
+    """Return the bytes of the optimizer's state."""
+    tables = owned_tables(layout, p)
+    return layout.state_bytes * tables + layout.matrix_state_bytes * (owned(layout, p) - tables)
 
 
 def _weights(layout: RunLayout, p: StageParameters) -> float:

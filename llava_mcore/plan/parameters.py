@@ -88,6 +88,14 @@ def _adapter_parameters(model: Model, layout: RunLayout, num_layers: int, *, fir
     return count
 
 
+def owned_tables(layout: RunLayout, p: StageParameters) -> float:
+    """Return how many of the same are in no linear layer: those of embeddings, the output layer, norms and biases. A
+    tower's few are not counted."""
+    if layout.adapter.is_on or not layout.trains_language:
+        return 0.0
+    return (p.ends + p.small) / (layout.dp if layout.distributed_optimizer else 1)
+
+
 def _expert_adapters(model: Model, layout: RunLayout, num_layers: int) -> float:
     """Return the parameters of adapters on a rank's experts."""
     d, e = model.decoder, model.decoder.experts

@@ -31,6 +31,7 @@ def describe(layout: RunLayout) -> str:
     words += ["recompute tower"] * layout.recompute_vision + ["graphs"] * layout.graphs
     words += [f"FP8 {layout.fp8}"] * (layout.fp8 != "none")
     words += [f"state {layout.state_bytes:g} B"] * (layout.state_bytes != 12)
+    words += ["Muon"] * (layout.matrix_state_bytes < layout.state_bytes)
     if layout.adapter.is_on:
         words.append(f"LoRA {layout.adapter.language}")
         words += [layout.adapter.quantize.upper()] * (layout.adapter.quantize != "none")

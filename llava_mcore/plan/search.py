@@ -216,7 +216,7 @@ def _stages(searched: Searched, base: Changes) -> Iterator[Changes]:
     full = [num_layers // pp] * (pp - 1)
     layout = replace(layout, layers=(*full, num_layers - sum(full)))
     # The optimizer's state takes no time, so that layouts with another one have the same stages.
-    key = replace(layout, state_bytes=0.0)
+    key = replace(layout, state_bytes=0.0, matrix_state_bytes=0.0)
     if key not in searched.balanced:
         searched.balanced[key] = balanced_layers(searched.model, layout, searched.packs_of(layout), searched.machine)
     layers = searched.balanced[key]

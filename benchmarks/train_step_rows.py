@@ -32,6 +32,8 @@ class Entry:
     """Of ours: --vision-data-parallel."""
     graphs: str = "off"
     """Of ours: what are CUDA graphs; a choice of --cuda-graphs."""
+    fsdp: str = "none"
+    """Of ours: what --fsdp divides."""
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
@@ -57,6 +59,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
         row |= {"ep": args.ep}
     if args.vision_data_parallel:
         row |= {"tower": "whole" if entry.whole_towers else "divided"}
+    if args.fsdp != ["none"] and not entry.is_peer:
+        row |= {"fsdp": entry.fsdp}
     if args.cuda_graphs != ["off"] and not entry.is_peer:
         row |= {"graphs": entry.graphs}
     if not entry.steps:
@@ -98,14 +102,14 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
 
 def without_graphs(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     """Return the entry without graphs that is otherwise as one with graphs; None without such an entry."""
-    same = (entry.shape, entry.what, entry.tp, entry.pp, entry.micro_batch_size, entry.whole_towers)
+    same = (entry.shape, entry.what, entry.tp, entry.pp, entry.micro_batch_size, entry.whole_towers, entry.fsdp)
     return next(
         (
             x
             for x in entries
             if x.graphs == "off" != entry.graphs
             and x.losses
-            and (x.shape, x.what, x.tp, x.pp, x.micro_batch_size, x.whole_towers) == same
+            and (x.shape, x.what, x.tp, x.pp, x.micro_batch_size, x.whole_towers, x.fsdp) == same
         ),
         None,
     )

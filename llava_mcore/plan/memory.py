@@ -92,8 +92,9 @@ def _weights(layout: RunLayout, p: StageParameters) -> float:
         "fp8": 2.0 if layout.fp8 != "none" else FP8_BYTES,  # with FP8 products both orders of a matrix
     }[layout.adapter.quantize]
     copies = 2.0 if layout.fp8 != "none" and layout.adapter.quantize == "none" else 0.0
-    rest = p.total - p.layers
-    return (matrices + copies) * p.layers + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
+    rest = p.total - p.layers - p.experts
+    of_decoder = (matrices + copies) * p.layers + matrices * p.experts
+    return of_decoder + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
 
 
 def layer_bytes(model: Model, layout: RunLayout) -> float:

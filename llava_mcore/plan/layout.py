@@ -137,7 +137,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         virtual=max(1, layers[0] // chunk) if chunk and pp > 1 else 1,
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         whole_towers=parallel.vision_data_parallel,
-        distributed_optimizer=parallel.use_distributed_optimizer,
+        distributed_optimizer=parallel.divides_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         state_bytes=in_device,

@@ -43,7 +43,7 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are added up over other processes than those "
             "of the rest"
         )
-        if not parallel.use_distributed_optimizer:
+        if not parallel.divides_optimizer:
             yield f"{why}, which needs the distributed optimizer: add --dist-optim"
         if run.training.precision == "fp16" and run.training.loss_scale is None:  # each optimizer would find its own
             yield f"{why}, which excludes the adapting loss scale of --precision fp16: use bf16, or give --loss-scale"
@@ -79,6 +79,8 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
             yield f"{flag} does not work with adapter.expert_r: PEFT does not have it for experts; omit one of them"
         if run.parallel.expert_tensor_parallel_size > 1:
             yield "adapter.expert_r works with whole experts: omit --etp, or use --ep in its place"
+    if run.parallel.fsdp != "none":
+        yield f"--fsdp {run.parallel.fsdp} does not work with experts yet, and {has}: use --dist-optim in place of it"
     if run.adapter.quantize != "none" and run.parallel.expert_tensor_parallel_size > 1:
         yield f"--lora-quantize quantizes whole experts, and {has}: omit --etp, or use --ep in its place"
     parallel = run.parallel

@@ -26,7 +26,7 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import set_trained, whole_names
 from llava_mcore.parallel.batch import longest_media
 from llava_mcore.parallel.groups import join_alone
-from llava_mcore.training.setup import load_adapted
+from llava_mcore.training.load_model import load_adapted
 from tests.helpers.cases import EACH_CLASS, Case, case_inputs, hf_inputs, make_case
 from tests.helpers.fixed_dropout import RATE, fix_peft, fixed_here
 from tests.helpers.peft_models import make_peft_folder, open_hf, open_hf_in_4_bits

@@ -98,13 +98,14 @@ def _weights(layout: RunLayout, p: StageParameters) -> float:
         "fp8": 2.0 if layout.fp8 != "none" else FP8_BYTES,  # with FP8 products both orders of a matrix
     }[layout.adapter.quantize]
     copies = 2.0 if layout.fp8 != "none" and layout.adapter.quantize == "none" else 0.0
-    rest = p.total - p.layers
+    rest = p.total - p.layers - p.experts
     if layout.fsdp == "optim_grads_params":
         # The shards; what is outside of layers, whole; and the layers that run, or are gathered ahead.
         outside = p.ends + p.connector + p.adapter
         gathered = outside + _LAYERS_GATHERED * _largest_layer(layout, p)
         return layout.weight_bytes * (p.total / layout.shards + gathered)
-    return (matrices + copies) * p.layers + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
+    of_decoder = (matrices + copies) * p.layers + matrices * p.experts
+    return of_decoder + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
 
 
 _LAYERS_GATHERED = 2

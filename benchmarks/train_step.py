@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -62,9 +63,10 @@ def main() -> None:
         for shape in args.shape:
             sizes = SHAPES[shape].sizes
             if sizes not in data:
-                data[sizes] = (args.data or folder) / f"{shape}-{args.samples}"
+                of_images = f"-{args.images}-images" if args.images > 1 else ""
+                data[sizes] = (args.data or folder) / f"{shape}-{args.samples}{of_images}"
                 if not data[sizes].exists():
-                    make_data(data[sizes], sizes, args.samples)
+                    make_data(data[sizes], sizes, args.samples, args.images)
             make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
             entries += planned(args, shape)
             if args.weights:
@@ -87,12 +89,12 @@ def main() -> None:
             print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
 
 
-def make_data(where: Path, sizes: Sequence[Size], num_samples: int) -> None:
+def make_data(where: Path, sizes: Sequence[Size], num_samples: int, num_images: int) -> None:
     """Make shards that appear under their name when they are complete. `sizes`: of images; none for sounds."""
     parts = where.with_name(where.name + ".partial")
     shutil.rmtree(parts, ignore_errors=True)
     if sizes:
-        make_shards(parts, num_samples=num_samples, sizes=sizes)
+        make_shards(parts, num_samples=num_samples, sizes=sizes, num_images=num_images)
     else:
         make_sound_shards(parts, num_samples=num_samples)
     parts.rename(where)
@@ -120,6 +122,9 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"recipes; {WITH_TOWER}: in a trained tower too",
     )
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="without any: CPU processes")
+    parser.add_argument(
+        "--cp", nargs="+", type=int, default=[1], help="ranks that divide samples; every layout of ours with each"
+    )
     parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts, in every layout of ours")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
     parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
@@ -128,6 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--iters", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=4, help="first iterations that do not count")
     parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--images", type=int, default=1, help="of a sample, for long ones")
     parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument("--lora-r", type=int, help="train adapters of the decoder, ours and the products'")
@@ -138,6 +144,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--vision-data-parallel",
         action="store_true",
         help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the images",
+    )
+    parser.add_argument(
+        "--fsdp",
+        nargs="+",
+        default=["none"],
+        choices=["none", "optim", "optim_grads", "optim_grads_params"],
+        help="run each layout with these; none: the distributed optimizer",
     )
     parser.add_argument(
         "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
@@ -194,10 +207,12 @@ def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
     entries = [
-        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole, graphs=graphs)
+        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole, graphs=graphs, cp=cp, fsdp=fsdp)
         for size in sizes(args)
+        for cp in args.cp
         for fp8 in args.fp8
         for graphs in args.cuda_graphs
+        for fsdp in args.fsdp
         for whole in ((False, True) if args.vision_data_parallel and size[0] > 1 else (False,))
     ]
     padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
@@ -221,6 +236,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "-g": args.gpus,
         "--tp": entry.tp,
         "--pp": entry.pp,
+        "--cp": entry.cp,
         "--ep": args.ep,
         "--tokenizer-load-dir": folder / entry.shape,
         "--data-path": data,
@@ -229,7 +245,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "--seq-length": args.seq_length,
         "--micro-batch-size": entry.micro_batch_size,
         "--global-batch-size": entry.global_batch_size,
-        "--num-workers": LOADERS * entry.tp * entry.pp,
+        "--num-workers": LOADERS * entry.tp * entry.cp * entry.pp,
         "--lr": args.lr,
         "--lr-decay-style": "constant",
     }
@@ -237,13 +253,15 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     flags += ["--lora-r", str(args.lora_r), "--lora-alpha", str(2 * args.lora_r)] if args.lora_r else []
     flags += ["--vision-data-parallel"] if entry.whole_towers else []
+    flags += ["--fsdp", entry.fsdp] if entry.fsdp != "none" else []
     flags += ["--sequence-parallel"] if entry.tp > 1 and "num_experts" in SHAPES[entry.shape].text else []
     if entry.what != "none":
         flags += ["--fp8", "--fp8-recipe", entry.what.removesuffix(WITH_TOWER)]
         flags += ["--fp8-vision"] if entry.what.endswith(WITH_TOWER) else []
     if profiled:
         flags += ["--profile", f"{iters}:{iters}", *([] if args.spread else ["logging.profile_ranks=0"])]
-    held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}")  # all layouts read one order
+    held = ["optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}"]  # all layouts read one order
+    held += [f"data.sample_multiple={2 * math.lcm(*args.cp)}"] if max(args.cp) > 1 else []  # and the same packs
     command = training_command(options, *flags, *held, *GRAPHS[entry.graphs], *args.more)
     lines, entry.error = run_command(command, out / "run" / "metrics.jsonl")
     lines = lines[: args.iters]

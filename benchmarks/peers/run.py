@@ -40,6 +40,8 @@ def refused(args: argparse.Namespace) -> str:
         return "--lora-r compares with swift alone; benchmarks.adapters has the Hugging Face stack with PEFT"
     if names and args.peer_packages is None:
         return f"--peer {' '.join(names)} needs --peer-packages: make the folder by python -m benchmarks.peers.install"
+    if names and args.images > 1:
+        return "--images above 1 is for ours and Hugging Face: the products' lists have one image a conversation"
     for name in names:
         if not (args.peer_packages / name).is_dir():
             return f"{args.peer_packages} has no folder {name}: python -m benchmarks.peers.install makes it"

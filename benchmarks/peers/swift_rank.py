@@ -41,7 +41,9 @@ def main() -> None:
         mpu = base.mpu  # megatron.core.parallel_state
         if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0:
             ids, trained = data["input_ids"], (data["labels"] != -100).sum()
-            meter.count((ids != PAD_ID).sum(), trained, len(data["seq_lens"]), ids.numel())
+            real = ids != PAD_ID
+            positions = data.get("text_position_ids", data["position_ids"]).reshape(-1, *ids.shape)[0]
+            meter.count(real.sum(), trained, int(((positions == 0) & real).sum()), ids.numel())
         return prepare(args, data, vp_stage=vp_stage)
 
     def timed(self: Any, *iterators: Any) -> Any:

@@ -58,6 +58,7 @@ def _as_number(value: Any) -> Any:
 
 _TENSOR = Needs("parallel.tensor_model_parallel_size", at_least=2)
 _PIPELINE = Needs("parallel.pipeline_model_parallel_size", at_least=2)
+_TENSOR_OR_CONTEXT = Needs("parallel.tensor_model_parallel_size", "parallel.context_parallel_size", at_least=2)
 _CONTEXT = Needs("parallel.context_parallel_size", at_least=2)
 
 
@@ -88,9 +89,9 @@ class ParallelConfig(Section):
     stage gets fewer. none: equal stages, or those of num_layers_in_first_pipeline_stage and …_last_…."""
     sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
     """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
-    vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR] = False
-    """With tensor parallelism, give every rank the whole vision tower (or audio encoder) and a part of the images, in
-    place of a part of the tower. Its widths then need not be divisible by --tp."""
+    vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR_OR_CONTEXT] = False
+    """With tensor or context parallelism, give every rank the whole vision tower (or audio encoder) and a part of the
+    images, in place of a part of the tower. Its widths then need not be divisible by --tp."""
     expert_model_parallel_size: Annotated[Parts, Flag("--ep")] = 1
     """In a model with mixtures of experts, processes that divide the experts of a layer (expert parallelism). They are
     some of a stage's tensor- and data-parallel processes."""
@@ -99,6 +100,12 @@ class ParallelConfig(Section):
     small, and whole ones are faster."""
     use_distributed_optimizer: Annotated[bool, Flag("--dist-optim")] = False
     """Divide the optimizer's state over the data-parallel ranks."""
+    fsdp: Annotated[Literal["none", "optim", "optim_grads", "optim_grads_params"], Flag("--fsdp")] = "none"
+    """Fully sharded data parallelism: divide over model replicas the optimizer's state, as --dist-optim does (optim),
+    the gradients too (optim_grads), and the weights (optim_grads_params)."""
+    hsdp_replicas: Annotated[Parts, Flag("--hsdp"), Needs("parallel.fsdp", other_than="none", words="--fsdp")] = 1
+    """With --fsdp, groups of model replicas that each hold all shards: weights are gathered within a group, gradients
+    are added up between groups too."""
     overlap_grad_reduce: bool = True
     """On GPUs, reduce gradients over the data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = True
@@ -110,6 +117,16 @@ class ParallelConfig(Section):
     def replica_size(self) -> int:
         """Processes of a model replica."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether data-parallel ranks hold parts of the optimizer's state."""
+        return self.use_distributed_optimizer or self.fsdp != "none"
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether data-parallel ranks hold parts of the weights, and gather them for each pass."""
+        return self.fsdp == "optim_grads_params"
 
 
 class RunConfig(Section):

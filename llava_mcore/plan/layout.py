@@ -18,18 +18,20 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Adapter:
-    """Ranks of LoRA in the parts, 0: none. `targets`: of the decoder's linear layers, the ends of their names."""
+    """Ranks of LoRA in the parts, 0: none. `targets`: of the decoder's linear layers, the ends of their names.
+    `experts`: rank in each of the experts."""
 
     language: int = 0
     vision: int = 0
     projection: int = 0
     targets: tuple[str, ...] = ("all-linear",)
     quantize: Literal["none", "nf4", "fp8"] = "none"
+    experts: int = 0
 
     @property
     def is_on(self) -> bool:
         """Whether the model is frozen beside adapters."""
-        return bool(self.language or self.vision or self.projection)
+        return bool(self.language or self.vision or self.projection or self.experts)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class RunLayout:
     """One way to run a configuration on a number of GPUs.
 
     `layers`: decoder layers of each stage; `virtual`: chunks that a stage consists of. `state_bytes`: of the optimizer
-    on the GPU per trained parameter. `computed_multiple`: what the number of tokens is padded to.
+    on the GPU per trained parameter; `matrix_state_bytes`: per weight of a trained linear layer, where the optimizer
+    keeps less of these (Muon). `computed_multiple`: what the number of tokens is padded to.
     """
 
     world: int
@@ -53,6 +56,7 @@ class RunLayout:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     state_bytes: float = 12.0
+    matrix_state_bytes: float = 12.0
     offloaded_bytes: float = 0.0
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("mlp",)
@@ -75,6 +79,14 @@ class RunLayout:
     ep: int = 1
     etp: int = 1
     cp: int = 1
+    fsdp: Literal["none", "optim", "optim_grads", "optim_grads_params"] = "none"
+    replicas: int = 1
+    """Groups of data-parallel ranks that each have all shards (--hsdp)."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide what --fsdp or the distributed optimizer divides."""
+        return self.dp * self.cp // self.replicas
 
     @cached_property
     def dp(self) -> int:
@@ -135,10 +147,13 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         virtual=max(1, layers[0] // chunk) if chunk and pp > 1 else 1,
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         whole_towers=parallel.vision_data_parallel,
-        distributed_optimizer=parallel.use_distributed_optimizer,
+        distributed_optimizer=parallel.divides_optimizer,
+        fsdp=parallel.fsdp,
+        replicas=parallel.hsdp_replicas,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         state_bytes=in_device,
+        matrix_state_bytes=in_device - (4.0 if run.optimizer.name == "muon" else 0.0),
         offloaded_bytes=in_host,
         recompute=model.recompute,
         recompute_modules=model.recompute_modules,
@@ -153,7 +168,12 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         trains_tower=not adapter.is_on and trains_tower(run),
         trains_projection=not adapter.is_on and trains_projection(run),
         adapter=Adapter(
-            adapter.r or 0, adapter.vision_r or 0, adapter.projection_r or 0, adapter.targets, adapter.quantize
+            adapter.r or 0,
+            adapter.vision_r or 0,
+            adapter.projection_r or 0,
+            adapter.targets,
+            adapter.quantize,
+            adapter.expert_r or 0,
         ),
         weight_bytes=_BYTES[training.precision or "bf16"],
         packing=run.data.packing,

@@ -49,12 +49,13 @@ def stage_parameters(model: Model, layout: RunLayout, stage: int) -> StageParame
     small += decoder.hidden if last else 0
     tower = model.tower.parameters / (1 if layout.whole_towers else tp) if first else 0.0
     connector = model.connector.parameters / tp if first else 0.0
-    adapter = _adapter_parameters(model, layout, num_layers, first=first)
+    of_experts = _expert_adapters(model, layout, num_layers)
+    adapter = _adapter_parameters(model, layout, num_layers, first=first) + of_experts
     trained = adapter
     if not layout.adapter.is_on:
         trained += (layers + experts + small + ends) * layout.trains_language
         trained += tower * layout.trains_tower + connector * layout.trains_projection
-    of_experts = experts * (layout.trains_language and not layout.adapter.is_on)
+    of_experts += experts * (layout.trains_language and not layout.adapter.is_on)
     return StageParameters(layers, small, ends, tower, connector, adapter, trained, experts, of_experts)
 
 
@@ -87,8 +88,27 @@ def _adapter_parameters(model: Model, layout: RunLayout, num_layers: int, *, fir
     return count
 
 
+def owned_tables(layout: RunLayout, p: StageParameters) -> float:
+    """Return how many of the same are in no linear layer: those of embeddings, the output layer, norms and biases. A
+    tower's few are not counted."""
+    if layout.adapter.is_on or not layout.trains_language:
+        return 0.0
+    return (p.ends + p.small) / (layout.dp if layout.distributed_optimizer else 1)
+
+
+def _expert_adapters(model: Model, layout: RunLayout, num_layers: int) -> float:
+    """Return the parameters of adapters on a rank's experts."""
+    d, e = model.decoder, model.decoder.experts
+    if e is None:
+        return 0.0
+    of_expert = layout.adapter.experts * (2 * d.hidden + 3 * e.ffn)
+    return num_layers * d.sparse_share * e.count * of_expert / layout.ep
+
+
 def owned(layout: RunLayout, p: StageParameters) -> float:
     """Return the trained parameters whose optimizer state a rank has."""
     if not layout.distributed_optimizer:
         return p.trained
+    if layout.fsdp != "none":
+        return p.trained / layout.shards
     return (p.trained - p.trained_experts) / layout.dp + p.trained_experts / layout.expert_dp

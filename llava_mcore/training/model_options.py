@@ -18,7 +18,7 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.optimization.optimizer import params_dtype
+from llava_mcore.training.optimization.data_parallel import params_dtype
 
 
 def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialize: bool) -> ModelOptions:
@@ -45,7 +45,8 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         fp8=fp8_options(run),
         recompute=recompute_options(model, model.recompute),
         recompute_vision=recompute_options(model, model.recompute_vision),
-        vision_data_parallel=run.parallel.vision_data_parallel,
+        # Context-parallel ranks have whole towers anyway, and would all compute the same.
+        vision_data_parallel=run.parallel.vision_data_parallel or (groups.cp_size > 1 and groups.tp_size == 1),
         force_balance=run.router.force_balance,
     )
 

@@ -15,8 +15,9 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     adapter, model = run.adapter, run.model
     if not adapter.is_on:
         return
-    if adapter.load is not None and any((adapter.r, adapter.vision_r, adapter.projection_r)):
-        yield "adapter.load takes the rank from its folder: omit --lora-r, adapter.vision_r and adapter.projection_r"
+    if adapter.load is not None and any((adapter.r, adapter.vision_r, adapter.projection_r, adapter.expert_r)):
+        keys = "--lora-r, adapter.vision_r, adapter.projection_r and adapter.expert_r"
+        yield f"adapter.load takes the rank from its folder: omit {keys}"
     for folder in (adapter.load, *adapter.frozen):
         if folder is not None and not (folder / "adapter_config.json").is_file():
             yield f"{folder}: no adapter_config.json; expected a folder that PEFT or export-hf has written"
@@ -29,6 +30,7 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     for key, is_set in (
         ("model.freeze", bool(model.freeze)),
         ("model.unfreeze", bool(model.unfreeze)),
+        ("--train-expanded", model.train_expanded),
         ("model.freeze_vision_model=false", not model.freeze_vision_model),
     ):
         if is_set:
@@ -68,4 +70,4 @@ def trains_projection(run: RunConfig) -> bool:
     adapter, model = run.adapter, run.model
     if adapter.is_on:
         return bool(adapter.projection_r or adapter.load or adapter.modules_to_save or adapter.bias == "all")
-    return not model.freeze_vision_projection or bool(model.unfreeze)
+    return (not model.freeze_vision_projection and not model.train_expanded) or bool(model.unfreeze)

@@ -7,14 +7,12 @@ are split, so that either can load what the other has saved.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -23,11 +21,16 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
+from llava_mcore.checkpoint.flat_slices import flat_slices
 from llava_mcore.checkpoint.sharded import each_layer_apart
 from llava_mcore.compat.megatron_optimizer import (
+    group_of,
     hand_state_to_parts,
+    is_fully_sharded,
+    on_this_rank,
     own_part,
     own_ranges,
+    replica_of,
     set_weights_and_moments,
     weights_and_moments,
 )
@@ -42,8 +45,8 @@ from llava_mcore.training.optimization.common_state import (
     load_common_state,
     num_updates,
 )
+from llava_mcore.training.optimization.muon import MuonAndAdamW
 from llava_mcore.training.optimization.optimizers import kind_of
-from llava_mcore.weights.slices import slices_of_range
 
 PARAM_STATE = "param_state"
 SHARDING = {"param_state_sharding_type": "fully_reshardable"}  # what megatron-core reads these files as
@@ -64,8 +67,8 @@ def optimizer_state(
     distributed = distributed_optimizers(optimizer)
     if not distributed:
         return _plain_state(optimizer, model, updates)
-    if is_loading:
-        for one in distributed:
+    for one in distributed:
+        if is_loading or is_fully_sharded(one):
             allocate_state(one, updates)
     sharded_tensors = nested_values(extract_sharded_tensors_and_factories(model)[0])
     sharded_by_tensor = {sharded.data: sharded for sharded in sharded_tensors}
@@ -73,8 +76,16 @@ def optimizer_state(
     for index, (one, param, start, stop) in enumerate(_all_ranges(distributed)):
         tensors = {} if is_loading else _own_tensors(one, param)
         parts[index] = {
-            name: _slices(f"optimizer.state.{name}", sharded_by_tensor[param], start, stop, tensors.get(name))
-            for name in _names(one)
+            name: flat_slices(
+                sharded_by_tensor[param],
+                start,
+                stop,
+                tensors.get(name),
+                prefix=f"optimizer.state.{name}.",
+                dtype=torch.float32,
+                replica=replica_of(one),
+            )
+            for name in _names(one, param)
         }
     common = common_state(distributed, updates)
     return common | SHARDING | ({PARAM_STATE: parts} if parts else {})
@@ -155,7 +166,8 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, updates:
     saved = state.get("optimizer", state)
     for one in chained(optimizer):
         kind = kind_of(one.optimizer)
-        if kind is not None and kind.counts_updates:
+        per_group = isinstance(one.optimizer, MuonAndAdamW) and not one.optimizer.counts_per_parameter
+        if kind is not None and kind.counts_updates and not per_group:
             saved["state"]["common_step"] = torch.tensor(float(max(0, updates)))
         elif one.optimizer is not None:
             count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, updates)
@@ -164,7 +176,10 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, updates:
     return state
 
 
-def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
+def _names(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> tuple[str, ...]:
+    inner = distributed.optimizer
+    if isinstance(inner, MuonAndAdamW):
+        return ("param", *inner.moments_of(group_of(distributed, param)))
     return ("param", *distributed.optimizer_state_keys)
 
 
@@ -176,7 +191,7 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
         if kind is None:
             continue
         for param in (param for group in inner.param_groups for param in group["params"]):
-            if not inner.state[param]:
+            if on_this_rank(param).numel() and not inner.state[param]:  # an update leaves out empty parts
                 zeros = {name: torch.zeros_like(param) for name in kind.moments}
                 inner.state[param] = {**({"step": torch.tensor(0.0)} if kind.counts_updates else {}), **zeros}
 
@@ -193,7 +208,8 @@ def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -
         tensors = {"param": local.detach().float().cpu()}
     weights = tensors["param"]
     return {
-        name: tensors[name].detach() if name in tensors else torch.zeros_like(weights) for name in _names(distributed)
+        name: tensors[name].detach() if name in tensors else torch.zeros_like(weights)
+        for name in _names(distributed, param)
     }
 
 
@@ -206,57 +222,3 @@ def _not_all_on_gpu(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> 
         is_kept = stored.dtype == torch.bfloat16 or stored.data_ptr() == tensor.data_ptr()
         tensors_to_save[name] = stored if is_kept else tensor.cpu()
     return tensors_to_save
-
-
-def _slices(
-    prefix: str, sharded: ShardedTensor | ShardedTensorFactory, start: int, stop: int, data: torch.Tensor | None
-) -> list[ShardedTensor]:
-    """Return a contiguous range of the flattened parameter as slices of the parameter's saved tensors.
-
-    Args:
-        sharded: how the parameter itself is saved.
-        data: the elements of the range, None to load them.
-    """
-    slices = []
-    # A parameter may be saved as several tensors (a fused one is), which follow each other in the flattened one.
-    for offset, tensor in _flat_tensors(sharded):
-        shape = tensor.local_shape
-        first, last = max(start, offset), min(stop, offset + math.prod(shape))
-        done = first
-        for tensor_slice in slices_of_range(shape, first - offset, last - offset):
-            lead = tensor.prepend_axis_num
-            piece = replace(
-                tensor,
-                key=f"{prefix}.{tensor.key}",
-                dtype=torch.float32,
-                local_shape=(1,) * lead + tensor_slice.size,
-                global_offset=_shifted(tensor.global_offset, tensor_slice.start),
-                axis_fragmentations=None,
-                prepend_axis_num=0,
-                replica_id=(*tensor.replica_id[:2], 0),  # no other data-parallel rank holds it
-            )
-            if data is not None:  # of its own type, which megatron-core would refuse: a save converts it
-                values = data[done - start : done - start + tensor_slice.numel]
-                piece.data = values.view((1,) * lead + tensor_slice.size)
-            done += tensor_slice.numel
-            slices.append(piece)
-    return slices
-
-
-def _shifted(offset: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
-    lead = len(offset) - len(by)
-    return (*offset[:lead], *(a + b for a, b in zip(offset[lead:], by, strict=True)))
-
-
-def _flat_tensors(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
-    """Yield the tensors that a parameter is saved as, and where each starts in the flattened parameter.
-
-    Without data. A gated MLP's first matrix, for example, is saved as two tensors.
-    """
-    if isinstance(sharded, ShardedTensor):
-        yield 0, sharded.without_data()
-        return
-    probe = replace(sharded, data=torch.empty_like(sharded.data, device="meta"))
-    for tensor in nested_values(probe.build()):
-        assert tensor.data.is_contiguous(), f"{tensor.key}: not one contiguous range of its parameter"
-        yield tensor.data.storage_offset(), tensor.without_data()

@@ -34,6 +34,8 @@ MEASURED = {
     "train_step_qwen2_5_vl_2": "Qwen2.5-VL-7B, tower trained",
     "train_step_qwen2_5_vl_2_frozen": "Qwen2.5-VL-7B",
     "train_step_qwen2_audio_1": "Qwen2-Audio-7B, 8 of 32 layers",
+    "train_step_qwen3_vl_moe_4": "Qwen3-VL-30B-A3B, ep 4",
+    "train_step_qwen3_vl_moe_4_12_layers": "Qwen3-VL-30B-A3B, ep 4, 12 of 48 layers",
     "train_step_13b_2_pp": "LLaVA-1.5-13B, pp 2",
     "train_step_jp_1_8b_2": "llm-jp-3-1.8b and CLIP-L/336",
     "train_step_1b_2_gbs96": "LLaVA with 1B parameters",

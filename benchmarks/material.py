@@ -49,12 +49,13 @@ def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation with at most one image or sound."""
+    """One conversation with an image or sound, or none, and perhaps more images."""
 
     question: str
     answer: str
     picture: bytes | None
     sound: bytes | None = None
+    more_pictures: tuple[bytes, ...] = ()
 
 
 def make_shards(
@@ -64,22 +65,25 @@ def make_shards(
     num_shards: int = 8,
     num_pictures: int = 64,
     sizes: Sequence[tuple[int, int]] = ((640, 480),),
+    num_images: int = 1,
 ) -> Path:
     """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one image.
 
-    Answers are cut from Python's language reference, which every Python brings: English that a model can learn.
+    With more, each has `num_images` of them and an answer as long as those to as many. Answers are cut from Python's
+    language reference, which every Python brings: English that a model can learn.
     """
     draw = random.Random(0)
     book = " ".join(" ".join(text.split()) for _, text in sorted(topics.items()))
     pictures = [make_jpeg(number, *sizes[number % len(sizes)]) for number in range(num_pictures)]
     samples = []
     for number in range(num_samples):
-        has_picture = draw.random() < 0.9
-        length = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
+        has_picture = draw.random() < 0.9 or num_images > 1
+        length = sum(min(3000, int(draw.lognormvariate(5, 0.8)) + 8) for _ in range(num_images))
         place = draw.randrange(len(book) - length)
         answer = book[place : place + length]
-        question = "<image>\nWhat is this?" if has_picture else "What is this?"
-        samples.append(Sample(question, answer, pictures[number % num_pictures] if has_picture else None))
+        question = "<image>\n" * (num_images if has_picture else 0) + "What is this?"
+        first, *more = (pictures[(number * num_images + i) % num_pictures] for i in range(num_images))
+        samples.append(Sample(question, answer, first if has_picture else None, more_pictures=tuple(more)))
     return write_shards(folder, samples, num_shards)
 
 
@@ -123,6 +127,8 @@ def write_shards(folder: Path, samples: Sequence[Sample], num_shards: int) -> Pa
                 _add(tar, f"{number:08d}.json", json.dumps({"messages": messages}).encode())
                 if sample.picture is not None:
                     _add(tar, f"{number:08d}.0.jpg", sample.picture)
+                for place, picture in enumerate(sample.more_pictures, start=1):
+                    _add(tar, f"{number:08d}.{place}.jpg", picture)
                 if sample.sound is not None:
                     _add(tar, f"{number:08d}.0.flac", sample.sound)
     BaseWebdatasetFactory.prepare_dataset(

@@ -117,6 +117,7 @@ def _train_step(file: Path) -> Iterator[Row]:
         flags: dict[str, Any] = {
             "parallel.tensor_model_parallel_size": row["tp"],
             "parallel.pipeline_model_parallel_size": row["pp"],
+            "parallel.context_parallel_size": row.get("cp", 1),
             "training.micro_batch_size": row["mbs"],
             "training.global_batch_size": row["gbs"],
             "data.seq_length": args.seq_length,
@@ -135,7 +136,7 @@ def _train_step(file: Path) -> Iterator[Row]:
             more.append("parallel.num_layers_per_virtual_pipeline_stage=8")
         if "sequence parallel" in what:
             more.append("parallel.sequence_parallel=true")
-        world = row["tp"] * row["pp"] * row["dp"]
+        world = row["tp"] * row.get("cp", 1) * row["pp"] * row["dp"]
         run = _run(flags, more)
         seconds, gib, old = row["s/step"], row["GiB"], file.name in ALLOCATED
         yield Row(file.name, number, row["shape"], args.layers, _gpu(record["about"]), world, run, seconds, gib, old)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -61,9 +62,10 @@ def main() -> None:
         for shape in args.shape:
             sizes = SHAPES[shape].sizes
             if sizes not in data:
-                data[sizes] = (args.data or folder) / f"{shape}-{args.samples}"
+                of_images = f"-{args.images}-images" if args.images > 1 else ""
+                data[sizes] = (args.data or folder) / f"{shape}-{args.samples}{of_images}"
                 if not data[sizes].exists():
-                    make_data(data[sizes], sizes, args.samples)
+                    make_data(data[sizes], sizes, args.samples, args.images)
             make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
             entries += planned(args, shape)
             if args.weights:
@@ -86,12 +88,12 @@ def main() -> None:
             print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
 
 
-def make_data(where: Path, sizes: Sequence[Size], num_samples: int) -> None:
+def make_data(where: Path, sizes: Sequence[Size], num_samples: int, num_images: int) -> None:
     """Make shards that appear under their name when they are complete. `sizes`: of images; none for sounds."""
     parts = where.with_name(where.name + ".partial")
     shutil.rmtree(parts, ignore_errors=True)
     if sizes:
-        make_shards(parts, num_samples=num_samples, sizes=sizes)
+        make_shards(parts, num_samples=num_samples, sizes=sizes, num_images=num_images)
     else:
         make_sound_shards(parts, num_samples=num_samples)
     parts.rename(where)
@@ -119,6 +121,9 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"recipes; {WITH_TOWER}: in a trained tower too",
     )
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="without any: CPU processes")
+    parser.add_argument(
+        "--cp", nargs="+", type=int, default=[1], help="ranks that divide samples; every layout of ours with each"
+    )
     parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts, in every layout of ours")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
     parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
@@ -127,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--iters", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=4, help="first iterations that do not count")
     parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--images", type=int, default=1, help="of a sample, for long ones")
     parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument(
@@ -188,8 +194,9 @@ def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
     entries = [
-        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole, graphs=graphs)
+        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole, graphs=graphs, cp=cp)
         for size in sizes(args)
+        for cp in args.cp
         for fp8 in args.fp8
         for graphs in args.cuda_graphs
         for whole in ((False, True) if args.vision_data_parallel and size[0] > 1 else (False,))
@@ -212,6 +219,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "-g": args.gpus,
         "--tp": entry.tp,
         "--pp": entry.pp,
+        "--cp": entry.cp,
         "--ep": args.ep,
         "--tokenizer-load-dir": folder / entry.shape,
         "--data-path": data,
@@ -220,7 +228,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         "--seq-length": args.seq_length,
         "--micro-batch-size": entry.micro_batch_size,
         "--global-batch-size": entry.global_batch_size,
-        "--num-workers": LOADERS * entry.tp * entry.pp,
+        "--num-workers": LOADERS * entry.tp * entry.cp * entry.pp,
         "--lr": args.lr,
         "--lr-decay-style": "constant",
     }
@@ -233,7 +241,8 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
         flags += ["--fp8-vision"] if entry.what.endswith(WITH_TOWER) else []
     if profiled:
         flags += ["--profile", f"{iters}:{iters}", *([] if args.spread else ["logging.profile_ranks=0"])]
-    held = ("optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}")  # all layouts read one order
+    held = ["optimizer.lr_warmup_fraction=0", f"data.num_streams={streams(args)}"]  # all layouts read one order
+    held += [f"data.sample_multiple={2 * math.lcm(*args.cp)}"] if max(args.cp) > 1 else []  # and the same packs
     command = training_command(options, *flags, *held, *GRAPHS[entry.graphs], *args.more)
     lines, entry.error = run_command(command, out / "run" / "metrics.jsonl")
     lines = lines[: args.iters]

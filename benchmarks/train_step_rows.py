@@ -32,6 +32,8 @@ class Entry:
     """Of ours: --vision-data-parallel."""
     graphs: str = "off"
     """Of ours: what are CUDA graphs; a choice of --cuda-graphs."""
+    cp: int = 1
+    """Of ours: ranks that divide samples."""
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
@@ -51,7 +53,9 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
     """Return the medians of an entry, and its speed as a multiple of our first one's and of each peer's."""
     gpus = args.gpus
     row: dict[str, Any] = {"shape": entry.shape, "what": PEERS.get(entry.what, entry.what)}
-    row |= {"tp": entry.tp, "pp": entry.pp, "dp": gpus // (entry.tp * entry.pp)}
+    row |= {"tp": entry.tp, "pp": entry.pp, "dp": gpus // (entry.tp * entry.cp * entry.pp)}
+    if args.cp != [1] and not entry.is_peer:
+        row |= {"cp": entry.cp}
     row |= {"mbs": entry.micro_batch_size, "gbs": entry.global_batch_size}
     if args.ep > 1 and not entry.is_peer:
         row |= {"ep": args.ep}
@@ -84,7 +88,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
         plain = without_graphs(entry, entries)
         row |= {"loss off %": loss_off(entry, plain)} if plain is not None else {}
     if entry.bubbles:
-        micro_batches = entry.global_batch_size * entry.tp * entry.pp // (entry.micro_batch_size * gpus)
+        replica = entry.tp * entry.cp * entry.pp
+        micro_batches = entry.global_batch_size * replica // (entry.micro_batch_size * gpus)
         row |= {"bubble %": round(100 * statistics.median(entry.bubbles), 1)}
         row |= {"predicted %": round(100 * read_trace.predicted_bubble(entry.pp, micro_batches), 1)}
     if entry.spreads:
@@ -98,14 +103,14 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
 
 def without_graphs(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     """Return the entry without graphs that is otherwise as one with graphs; None without such an entry."""
-    same = (entry.shape, entry.what, entry.tp, entry.pp, entry.micro_batch_size, entry.whole_towers)
+    same = (entry.shape, entry.what, entry.tp, entry.cp, entry.pp, entry.micro_batch_size, entry.whole_towers)
     return next(
         (
             x
             for x in entries
             if x.graphs == "off" != entry.graphs
             and x.losses
-            and (x.shape, x.what, x.tp, x.pp, x.micro_batch_size, x.whole_towers) == same
+            and (x.shape, x.what, x.tp, x.cp, x.pp, x.micro_batch_size, x.whole_towers) == same
         ),
         None,
     )

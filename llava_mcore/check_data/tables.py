@@ -135,9 +135,10 @@ def _listed(counts: Counter[int]) -> str:
 
 
 def _epoch_in_words(epoch: dict[str, int]) -> str:
-    """Videos and sounds are only mentioned where there are some."""
+    """Videos and sounds are only mentioned where there are some. Reports call images pictures, as earlier ones did."""
     said = {name: count for name, count in epoch.items() if count or name not in ("videos", "frames", "sounds")}
-    return ", ".join(f"{counted(count, name.removesuffix('s'))}" for name, count in said.items())
+    words = {name: "image" if name == "pictures" else name.removesuffix("s") for name in said}
+    return ", ".join(counted(count, words[name]) for name, count in said.items())
 
 
 def _print_group(group: Group, console: Console) -> None:

@@ -39,7 +39,7 @@ class MeshGroups:
 
     shards: ProcessGroup
     replicas: ProcessGroup | None
-    whole: ProcessGroup
+    all_ranks: ProcessGroup
     expert_shards: ProcessGroup | None
     one: ProcessGroup
 
@@ -94,25 +94,25 @@ class ShardedModel(FullyShardedDataParallel):
             dp_shard_dim=_SHARDS,
             dp_outer_dim=None if groups.replicas is None else _REPLICAS,
             tp_dim=_ONE,
-            hybrid_fsdp_group=None if groups.replicas is None else groups.whole,
+            hybrid_fsdp_group=None if groups.replicas is None else groups.all_ranks,
             expt_device_mesh=None if experts is None else self._mesh(experts, None),
         )
 
     def _mesh(self, shards: ProcessGroup, replicas: ProcessGroup | None) -> DeviceMesh:
         """Return the mesh of groups that exist."""
-        own, others = torch.tensor(get_process_group_ranks(shards)), shards
+        local_ranks = torch.tensor(get_process_group_ranks(shards))
         if replicas is None:
             return DeviceMesh.from_group(
                 [shards, self.mesh_groups.one],
                 self.mesh_device,
-                mesh=own[:, None].tolist(),
+                mesh=local_ranks[:, None].tolist(),
                 mesh_dim_names=(_SHARDS, _ONE),
             )
-        # The groups of shards lie at equal distances from each other.
+        # All groups of shards are this one, moved by as many ranks as a replica of it is away.
         distances = torch.tensor(get_process_group_ranks(replicas)) - torch.distributed.get_rank()
-        mesh = own[None] + distances[:, None]
+        mesh = local_ranks[None] + distances[:, None]
         return DeviceMesh.from_group(
-            [replicas, others, self.mesh_groups.one],
+            [replicas, shards, self.mesh_groups.one],
             self.mesh_device,
             mesh=mesh[:, :, None].tolist(),
             mesh_dim_names=(_REPLICAS, _SHARDS, _ONE),
@@ -131,6 +131,16 @@ class ShardedModel(FullyShardedDataParallel):
         if self._outside_units:
             required(self.module, "all_gather_and_wait_parameters_ready")(self._outside_units, prefetch=False)
         return super().forward(*inputs, **named_inputs)
+
+    def begin(self) -> None:
+        """Prepare the first forward pass; a collective call, after the optimizer has been built.
+
+        Weights that ranks hold whole are gathered after each update. Otherwise the first forward pass would do so once,
+        for which a replica without anything to validate is missing.
+        """
+        if not self.divides_parameters:
+            self.start_param_sync(force_sync=True)
+        self.use_whole_parameters()
 
     def use_whole_parameters(self) -> None:
         """Put the model's own parameters in place. Megatron-FSDP puts those of the optimizer there when it divides them

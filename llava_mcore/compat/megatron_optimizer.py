@@ -130,8 +130,8 @@ def weights_and_moments(optimizer: DistributedOptimizer, param: Parameter) -> di
 def set_weights_and_moments(optimizer: DistributedOptimizer, param: Parameter, tensors: dict[str, Tensor]) -> None:
     """Inverse of `weights_and_moments`."""
     if is_fully_sharded(optimizer):
-        for name, own in weights_and_moments(optimizer, param).items():
-            own.copy_(tensors[name])
+        for name, local in weights_and_moments(optimizer, param).items():
+            local.copy_(tensors[name])
         return
     required(optimizer, "_set_main_param_and_optimizer_states")(param, tensors)
 

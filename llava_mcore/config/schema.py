@@ -58,6 +58,7 @@ def _as_number(value: Any) -> Any:
 
 _TENSOR = Needs("parallel.tensor_model_parallel_size", at_least=2)
 _PIPELINE = Needs("parallel.pipeline_model_parallel_size", at_least=2)
+_TENSOR_OR_CONTEXT = Needs("parallel.tensor_model_parallel_size", "parallel.context_parallel_size", at_least=2)
 _CONTEXT = Needs("parallel.context_parallel_size", at_least=2)
 
 
@@ -88,9 +89,9 @@ class ParallelConfig(Section):
     stage gets fewer. none: equal stages, or those of num_layers_in_first_pipeline_stage and …_last_…."""
     sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
     """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
-    vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR] = False
-    """With tensor parallelism, give every rank the whole vision tower (or audio encoder) and a part of the images, in
-    place of a part of the tower. Its widths then need not be divisible by --tp."""
+    vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR_OR_CONTEXT] = False
+    """With tensor or context parallelism, give every rank the whole vision tower (or audio encoder) and a part of the
+    images, in place of a part of the tower. Its widths then need not be divisible by --tp."""
     expert_model_parallel_size: Annotated[Parts, Flag("--ep")] = 1
     """In a model with mixtures of experts, processes that divide the experts of a layer (expert parallelism). They are
     some of a stage's tensor- and data-parallel processes."""

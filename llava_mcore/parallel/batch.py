@@ -221,18 +221,24 @@ def divide(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def gather_items(
-    local: Tensor, num_rows: Sequence[int], parts: Sequence[Sequence[int]], group: dist.ProcessGroup
+    local: Tensor,
+    num_rows: Sequence[int],
+    parts: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
+    context: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the rows of all items, in their order, from the rows of each rank's items; a collective call.
 
     The gradient of the result must be the same on every rank (not a share of a sum): each takes its own rows of it.
+    Only between the ranks of `context` it is a share of a sum, of which each gets its own rows.
 
     Args:
         local: [rows, …] of this rank's items.
         num_rows: of every item.
         parts: the items of each rank of the group.
+        context: every n-th rank of the group, n the size of the group divided by theirs; None: there are none.
     """
-    gathered: Tensor = _GatherItems.apply(local, num_rows, parts, group)
+    gathered: Tensor = _GatherItems.apply(local, num_rows, parts, group, context)
     return gathered
 
 
@@ -246,8 +252,9 @@ class _GatherItems(torch.autograd.Function):
         num_rows: Sequence[int],
         parts: Sequence[Sequence[int]],
         group: dist.ProcessGroup,
+        context: dist.ProcessGroup | None,
     ) -> Tensor:
-        ctx.num_rows, ctx.local_items = num_rows, parts[group.rank()]
+        ctx.num_rows, ctx.parts, ctx.group, ctx.context = num_rows, parts, group, context
         most_rows = max(sum(num_rows[i] for i in part) for part in parts)
         padded = local.new_zeros(most_rows, *local.shape[1:])
         padded[: len(local)] = local
@@ -263,5 +270,17 @@ class _GatherItems(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         of_items = gradient.split(list(ctx.num_rows))
-        local = [of_items[i] for i in ctx.local_items]
-        return (torch.cat(local) if local else gradient[:0]), None, None, None
+        stride, rank = len(ctx.parts), ctx.group.rank()
+        if ctx.context is not None:
+            stride //= ctx.context.size()
+        # The rows of the items of each of the ranks that have shares of the sum, one after the other.
+        rows = [torch.cat([gradient[:0], *(of_items[i] for i in part)]) for part in ctx.parts[rank % stride :: stride]]
+        if ctx.context is None:
+            return rows[0], None, None, None, None
+        most_rows = max(map(len, rows))
+        shares = gradient.new_zeros(len(rows), most_rows, *gradient.shape[1:])
+        for share, x in zip(shares, rows, strict=True):
+            share[: len(x)] = x
+        local = gradient.new_empty(most_rows, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(local, shares.flatten(0, 1), group=ctx.context)
+        return local[: len(rows[ctx.context.rank()])], None, None, None, None

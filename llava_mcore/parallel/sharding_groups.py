@@ -13,20 +13,20 @@ class ShardingGroups:
     """The data-parallel groups of fully sharded data parallelism.
 
     `shards`: ranks that divide parameters. `replicas`: those with equal shards; None if all data-parallel ranks divide
-    them. `whole`: both together. `expert_shards`: ranks that divide the parameters of experts.
+    them. `all_ranks`: both together. `expert_shards`: ranks that divide the parameters of experts.
     """
 
     shards: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
-    whole: dist.ProcessGroup
+    all_ranks: dist.ProcessGroup
     expert_shards: dist.ProcessGroup
 
 
 def sharding_groups() -> ShardingGroups:
     """Return this rank's groups of fully sharded data parallelism."""
-    whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    all_ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
     shards = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
     replicas = None
-    if shards.size() < whole.size():
+    if shards.size() < all_ranks.size():
         replicas = parallel_state.get_inter_distributed_optimizer_instance_group()
-    return ShardingGroups(shards, replicas, whole, parallel_state.get_expert_data_parallel_group())
+    return ShardingGroups(shards, replicas, all_ranks, parallel_state.get_expert_data_parallel_group())

@@ -183,7 +183,7 @@ def _build_optimizer(
     optimizer = build_optimizer(run, chunks, matrices)
     for chunk in chunks:
         if isinstance(chunk, ShardedModel):
-            chunk.use_whole_parameters()
+            chunk.begin()
     scheduler = build_scheduler(run, optimizer)
     no_sync = [chunk.no_sync for chunk in chunks]
     finalize = TowerGradients(chunks, models).finalize if divides else finalize_model_grads

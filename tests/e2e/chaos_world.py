@@ -30,7 +30,8 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLI
 @dataclass(frozen=True)
 class Layout:
     """tp, dp: sizes. loaders: loader processes of a data-parallel rank. on_node: tensors of checkpoints that are not
-    kept are in a folder of the node's own. graphs: packs, trained with emulated graphs."""
+    kept are in a folder of the node's own. graphs: packs, trained with emulated graphs. ep: ranks that divide
+    experts."""
 
     tp: int
     dp: int
@@ -39,6 +40,7 @@ class Layout:
     background: bool
     on_node: bool = False
     graphs: bool = False
+    ep: int = 1
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,7 +50,9 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"tp {self.tp} x dp {self.dp}", f"{self.loaders} loader{'s' if self.loaders != 1 else ''}"]
         parts += ["distributed optimizer"] * self.distributed + ["background saves"] * self.background
-        return ", ".join(parts + ["own disk"] * self.on_node + ["emulated graphs"] * self.graphs)
+        return ", ".join(
+            parts + ["own disk"] * self.on_node + ["emulated graphs"] * self.graphs + [f"ep {self.ep}"] * (self.ep > 1)
+        )
 
 
 LAYOUTS = (
@@ -60,6 +64,11 @@ LAYOUTS = (
 LAYOUTS_WITH_GRAPHS = (
     Layout(1, 2, loaders=1, distributed=True, background=True, graphs=True),
     Layout(2, 2, loaders=1, distributed=False, background=False, graphs=True),
+)
+LAYOUTS_WITH_EXPERTS = (
+    Layout(1, 2, loaders=1, distributed=True, background=True, ep=2),
+    Layout(2, 2, loaders=0, distributed=True, background=False, ep=2),
+    Layout(1, 2, loaders=2, distributed=True, background=True, on_node=True, ep=2),
 )
 
 
@@ -91,6 +100,8 @@ class World:
             switches += ["--non-persistent-local-ckpt-dir", (save_dir or self.root) / "disk"]
         data = (f"data.num_workers={layout.loaders}", "data.shuffle_buffer_size=16")
         switches += ["--packing"] * layout.graphs
+        if layout.ep > 1:  # their data has samples that cannot be read
+            switches += ["--ep", layout.ep, *["--sequence-parallel"] * (layout.tp > 1), "--max-skip-rate", 0.5]
         size = ("-g", layout.tp * layout.dp, "--tp", layout.tp)
         return [*size, *places, *out, *sizes, *saving, *more, *switches, *data]
 
@@ -99,11 +110,12 @@ class World:
         return [[line[key] for key in COMPARED] for line in read_metrics(folder)]
 
 
-def make_material(folder: Path) -> Path:
-    """Write a model with dropout, its checkpoint, and data."""
-    make_hf_llava(folder / "hf", text_overrides={"attention_dropout": 0.1})
+def make_material(folder: Path, *, with_experts: bool = False) -> Path:
+    """Write a model with dropout, its checkpoint, and data; a model with experts gets samples that are skipped."""
+    text = "qwen3_moe" if with_experts else "llama"
+    make_hf_llava(folder / "hf", text=text, text_overrides={"attention_dropout": 0.1})
     import_hf(folder / "hf", folder / "megatron", tensor_parallel=2)
-    make_dataset(folder / "data")
+    make_dataset(folder / "data", replace={x: {"jpg": b"no image"} for x in (2, 12, 22)} if with_experts else {})
     return folder
 
 

@@ -33,7 +33,7 @@ Layout = tuple[int, int, int]
 """tp, cp, pp."""
 MULTIPLE, SAMPLE_MULTIPLE = 32, 8
 """Lengths of packs and of samples that every layout can divide: 8 * tp * cp and 2 * cp for four ranks."""
-PACKED, PADDED = "packed", "padded"
+PACKED, PADDED, DIVIDED = "packed", "padded", "packed, images divided"
 
 
 def configure(layout: Layout, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
@@ -73,8 +73,9 @@ def gradients(
     for name, case in cases.items():
         flags = {"training.global_batch_size": 3, **case.get("flags", {})}
         for kind in kinds:
-            run = configure(layout, case["checkpoint"], save_dir, **flags)
-            found[name, kind] = _gradients(groups, run, case, packed=kind == PACKED)
+            more = {"parallel.vision_data_parallel": True} if kind == DIVIDED else {}
+            run = configure(layout, case["checkpoint"], save_dir, **flags, **more)
+            found[name, kind] = _gradients(groups, run, case, packed=kind != PADDED)
     return found
 
 

@@ -34,6 +34,8 @@ TEXT_ONLY = frozenset({1, 3})
 MICRO_BATCH = 2
 ON_OWN_DISKS = {(2, 1, 2, 1), (2, 2, 2, 1)}
 """Layouts that also save on the nodes' own disks, in the background."""
+IN_HALF_PRECISION = {(1, 1, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1)}
+HALF: dict[str, Any] = {"training.precision": "fp16", "training.loss_scale": 128.0}
 WITH_ADAPTERS: dict[Layout, tuple[str, ...]] = {
     (1, 1, 1, 1): ("experts", "dora"),
     (1, 1, 2, 1): ("experts",),
@@ -114,6 +116,9 @@ def one_layout(
         found["adapters"] = {
             kind: trained_adapter(groups, checkpoint, save_dir, kind) for kind in WITH_ADAPTERS[layout]
         }
+    if layout in IN_HALF_PRECISION:
+        half = configure(groups, checkpoint, save_dir, **HALF)
+        found["fp16"] = curve(groups, half, TEXT_ONLY, most_steps=3)
     if layout in ON_OWN_DISKS:
         found["own disk"] = saved_on_own_disk(groups, checkpoint, save_dir)
     # Saved after some steps; what follows is the same when it is resumed.

@@ -17,6 +17,7 @@ from llava_mcore.training.setup import Trainer
 from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, tensors_in, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, TrainingRun, make_trainer, run_all, run_config
+from tests.parallel.validation_checks import train_and_validate
 
 DISTRIBUTED: dict[str, Any] = {"parallel.use_distributed_optimizer": True}
 MODES = ("optim", "optim_grads", "optim_grads_params")
@@ -39,19 +40,30 @@ def variants(groups: Groups) -> dict[str, tuple[dict[str, Any], bool]]:
         "frozen tower": ({"model.freeze_vision_model": True, "model.recompute": "full"}, False),
         "whole towers": (whole | {"model.recompute_vision": "full"}, False),
         "lora": (LORA | sequence, False),
+        "tied": ({}, False),
         "bf16": ({"training.precision": "bf16", "optimizer.vision_lr": 3e-3}, False),
     }
 
 
-def curves(tp: int, replicas: int, checkpoint: str, save_dir: str, modes: list[str]) -> dict[str, Any]:
-    """Train every variant with the distributed optimizer and fully sharded."""
+def curves(
+    tp: int, replicas: int, kinds: list[str], checkpoint: str, tied: str, data: str, save_dir: str
+) -> dict[tuple[str, str], Any]:
+    """Train every variant with the distributed optimizer or fully sharded, and validate in turns with training.
+
+    Args:
+        data: of which replicas validate different numbers of samples.
+    """
     groups = join(tp, 1, replicas=replicas)
-    found = {}
-    for name, (flags, packed) in variants(groups).items():
-        kinds = {"distributed": DISTRIBUTED} if replicas == 1 else {}
-        kinds |= {mode: sharded(mode, replicas) for mode in modes}
-        runs = {(name, kind): TrainingRun(checkpoint, MIXED, SHORT | flags | x, packed) for kind, x in kinds.items()}
-        found |= run_all(groups, runs, save_dir)
+    runs = {}
+    for kind in kinds:
+        keys = SHORT | (DISTRIBUTED if kind == "distributed" else sharded(kind, replicas))
+        for name, (flags, packed) in variants(groups).items():
+            runs[name, kind] = TrainingRun(tied if name == "tied" else checkpoint, MIXED, keys | flags, packed)
+    found: dict[tuple[str, str], Any] = run_all(groups, runs, save_dir)
+    validated = {"data.path": data, "data.num_workers": 0, "data.seq_length": 128, "validation.eval_interval": 1}
+    for kind in kinds:
+        flags = validated | SHORT | (DISTRIBUTED if kind == "distributed" else sharded(kind, replicas))
+        found["validation", kind] = train_and_validate(groups, checkpoint, save_dir, flags, 2)
     return found
 
 

@@ -45,8 +45,8 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
         )
         if not parallel.divides_optimizer:
             yield f"{why}, which needs the distributed optimizer: add --dist-optim"
-        if run.training.precision == "fp16":  # each optimizer would find a loss scale of its own
-            yield f"{why}, which does not work with the loss scale of --precision fp16: use bf16"
+        if run.training.precision == "fp16" and run.training.loss_scale is None:  # each optimizer would find its own
+            yield f"{why}, which excludes the adapting loss scale of --precision fp16: use bf16, or give --loss-scale"
     if tp % etp:
         yield f"--etp {etp} does not divide --tp {tp}: experts are divided by tensor-parallel processes; lower it"
     yield from _check_combinations(run, source)

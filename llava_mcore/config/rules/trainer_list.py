@@ -107,6 +107,25 @@ def _dataset(value: Any) -> Values:
     return {"data.path": value}
 
 
+_FSDP = "parallel.fsdp"
+
+
+def _fsdp(value: Any) -> Values:
+    """Return how much is divided; HYBRID_SHARD leaves open between how many replicas."""
+    words = set(str(value).lower().split()) - {"auto_wrap"}
+    if not value:
+        return {}
+    if words == {"full_shard"}:
+        return {_FSDP: "optim_grads_params"}
+    if words == {"shard_grad_op"}:
+        return {_FSDP: "optim_grads"}
+    raise _RefusedValueError(
+        f"found {value!r}, expected full_shard or shard_grad_op, with or without auto_wrap; for hybrid_shard give "
+        "--fsdp optim_grads_params --hsdp REPLICAS",
+        _FSDP,
+    )
+
+
 _CLASS_NAMES = [row.name for row in MODEL_CLASSES.values()]
 KEYS: dict[str, Callable[[Any], Values]] = {
     "trainer_type": _only("megatron", "hf_trainer", instead="there is one trainer, on megatron-core: omit the key"),
@@ -158,9 +177,11 @@ KEYS: dict[str, Callable[[Any], Values]] = {
     ),
     "use_liger_kernel": _always_on,  # its main part: the loss never keeps all logits in memory
     "gradient_checkpointing": lambda value: {"model.recompute": "full"} if value else {},
-    "deepspeed": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
-    "fsdp": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
-    "fsdp_config": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
+    "deepspeed": _refuse(
+        "--fsdp optim, optim_grads and optim_grads_params are what its ZeRO 1, 2 and 3 are: give one of them", _FSDP
+    ),
+    "fsdp": _fsdp,
+    "fsdp_config": _refuse("wrapping, prefetching and the form of checkpoints have no settings here: omit it", _FSDP),
 }
 
 

@@ -1,4 +1,5 @@
-"""A tower that every tensor-parallel rank has as a whole, because the ranks divide the images instead.
+"""A tower that every rank of a stage has as a whole, because its tensor- and context-parallel ranks divide the images
+instead.
 
 Its configuration says tensor_model_parallel_size 1. Its layers are built in a process group of one rank, so that they
 communicate with nobody; what is left to do is to tell the rest of the program that the ranks hold the same parameters.
@@ -18,7 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.parallel.batch import Items, MediaLengths, divide, gather_items, host_lengths
-from llava_mcore.parallel.groups import group_of_this_rank, tensor_parallel_group
+from llava_mcore.parallel.groups import (
+    context_parallel_group,
+    group_of_this_rank,
+    tensor_and_context_parallel_group,
+    tensor_parallel_group,
+)
 
 Fields = Mapping[str, Tensor]
 
@@ -46,7 +52,7 @@ def run_divided(
         media: with one image at least.
         lengths: those of `media`; None reads them from the device.
     """
-    group = tensor_parallel_group()
+    group, context = tensor_and_context_parallel_group(), context_parallel_group()
     items = tower.items(media, host_lengths(media) if lengths is None else lengths)
     parts = divide(items.costs, group.size())
     local_items = parts[group.rank()]
@@ -55,7 +61,8 @@ def run_divided(
     else:
         blank_output = run(*blank(media))
         local = blank_output[:0] + 0.0 * blank_output.sum()
-    return gather_items(local, items.num_features, parts, group)
+    # Each context-parallel rank only has the gradients of the features at its own tokens.
+    return gather_items(local, items.num_features, parts, group, context if context.size() > 1 else None)
 
 
 def process_groups(config: TransformerConfig) -> ProcessGroupCollection:

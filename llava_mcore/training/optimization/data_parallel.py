@@ -78,7 +78,7 @@ def _fully_sharded(run: RunConfig, groups: Groups, model: MegatronModule) -> Sha
     inner = Float16Module(model.config, model) if is_half else model
     inner.config = model.config
     experts = over.expert_shards if model.config.num_moe_experts else None
-    mesh_groups = MeshGroups(over.shards, over.replicas, over.whole, experts, group_of_this_rank())
+    mesh_groups = MeshGroups(over.shards, over.replicas, over.all_ranks, experts, group_of_this_rank())
     return ShardedModel(inner, config, mesh_groups, groups.device)
 
 

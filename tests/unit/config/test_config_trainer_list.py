@@ -96,6 +96,19 @@ def test_the_command_line_replaces_what_is_refused(tmp_path: Path) -> None:
     assert "(2 problems)" in message and "gradient_accumulation_steps (in" in message and "group_by_length" in message
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("full_shard auto_wrap", "optim_grads_params"), ("SHARD_GRAD_OP", "optim_grads"), ("", "none")],
+)
+def test_sharding(value: str, expected: str, tmp_path: Path) -> None:
+    assert load_run_config(write(tmp_path, {"fsdp": value})).parallel.fsdp == expected
+    refused = write(tmp_path, {"fsdp": "hybrid_shard auto_wrap", "fsdp_config": {"a": 1}, "deepspeed": "zero3.json"})
+    message = message_of(lambda: load_run_config(refused))
+    assert "(3 problems)" in message and "--hsdp REPLICAS" in message and "ZeRO 1, 2 and 3" in message
+    run = parse_command_line(["--config", str(refused), "--fsdp", "optim_grads_params"], "run.py").load()
+    assert run.parallel.fsdp == "optim_grads_params"
+
+
 def test_mapped_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Values of the other trainer's lists are read as ours."""
     (tmp_path / "megatron").mkdir()

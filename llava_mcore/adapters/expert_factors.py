@@ -22,7 +22,8 @@ from torch.nn import Parameter
 
 from llava_mcore.adapters.linear_layers import HfLinear
 from llava_mcore.adapters.targets import LoraSettings
-from llava_mcore.models.language.experts import ExpertMatrices, grouped_product
+from llava_mcore.models.language.experts import ExpertMatrices
+from llava_mcore.models.language.grouped_products import grouped_product
 
 _PLACE = "expert_place"
 """Mark of a parameter: this rank's place among those that divide experts, their number, and the replica's number."""

@@ -81,6 +81,14 @@ class RunLayout:
     ep: int = 1
     etp: int = 1
     cp: int = 1
+    fsdp: Literal["none", "optim", "optim_grads", "optim_grads_params"] = "none"
+    replicas: int = 1
+    """Groups of data-parallel ranks that each have all shards (--hsdp)."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide what --fsdp or the distributed optimizer divides."""
+        return self.dp * self.cp // self.replicas
 
     @cached_property
     def dp(self) -> int:
@@ -142,6 +150,8 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         whole_towers=parallel.vision_data_parallel,
         distributed_optimizer=parallel.divides_optimizer,
+        fsdp=parallel.fsdp,
+        replicas=parallel.hsdp_replicas,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         state_bytes=in_device,

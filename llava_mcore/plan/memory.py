@@ -72,7 +72,7 @@ def _with_peak(
     graphs = _graphs(model, layout, work, parameters, fit) if layout.graphs else 0.0
     parts = {
         "weights": _weights(layout, parameters),
-        "gradients": 4.0 * parameters.trained,
+        "gradients": _gradients(layout, parameters),
         "optimizer": _state(layout, parameters),
         "activations": stored,
         "tower_activations": tower,
@@ -98,8 +98,31 @@ def _weights(layout: RunLayout, p: StageParameters) -> float:
         "fp8": 2.0 if layout.fp8 != "none" else FP8_BYTES,  # with FP8 products both orders of a matrix
     }[layout.adapter.quantize]
     copies = 2.0 if layout.fp8 != "none" and layout.adapter.quantize == "none" else 0.0
-    rest = p.total - p.layers
-    return (matrices + copies) * p.layers + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
+    rest = p.total - p.layers - p.experts
+    if layout.fsdp == "optim_grads_params":
+        # The shards; what is outside of layers, whole; and the layers that run, or are gathered ahead.
+        outside = p.ends + p.connector + p.adapter
+        gathered = outside + _LAYERS_GATHERED * _largest_layer(layout, p)
+        return layout.weight_bytes * (p.total / layout.shards + gathered)
+    of_decoder = (matrices + copies) * p.layers + matrices * p.experts
+    return of_decoder + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
+
+
+_LAYERS_GATHERED = 2
+"""Layers whose weights, or gradients, are whole at a time with --fsdp."""
+
+
+def _largest_layer(layout: RunLayout, p: StageParameters) -> float:
+    """Return the parameters of a decoder layer, which is larger than one of a tower."""
+    return (p.layers + p.experts + p.small) / max(layout.layers)
+
+
+def _gradients(layout: RunLayout, p: StageParameters) -> float:
+    """Return the bytes of gradients, which are summed in fp32."""
+    if layout.fsdp not in ("optim_grads", "optim_grads_params"):
+        return 4.0 * p.trained
+    unreduced = _LAYERS_GATHERED * _largest_layer(layout, p) * layout.trains_language * (not layout.adapter.is_on)
+    return 4.0 * (p.trained / layout.shards + unreduced)
 
 
 def layer_bytes(model: Model, layout: RunLayout) -> float:

@@ -26,6 +26,7 @@ def describe(layout: RunLayout) -> str:
         words.append(f"{layout.virtual} chunks")
     if len(set(layout.layers)) > 1:
         words.append("layers " + "+".join(map(str, _shortened(layout.layers))))
+    words += [f"FSDP {layout.fsdp}"] * (layout.fsdp != "none") + [f"HSDP {layout.replicas}"] * (layout.replicas > 1)
     words += ["sequence parallel"] * layout.sequence_parallel + ["whole towers"] * layout.whole_towers
     words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
     words += ["recompute tower"] * layout.recompute_vision + ["graphs"] * layout.graphs

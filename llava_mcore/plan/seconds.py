@@ -224,7 +224,7 @@ def _restoring(model: Model, layout: RunLayout, machine: Machine) -> float:
     """Return the time in which frozen matrices are restored from 4 or 8 bits, for each pass."""
     if layout.adapter.quantize == "none" or layout.fp8 != "none":
         return 0.0
-    weights = model.decoder.layer_weights / layout.tp
+    weights = model.decoder.layer_weights / layout.tp + model.decoder.expert_weights / layout.ep
     return machine.moved(weights * (0.6 + 2) * 2 if layout.adapter.quantize == "nf4" else weights * (1 + 2) * 1.5)
 
 

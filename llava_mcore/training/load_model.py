@@ -8,7 +8,8 @@ from pathlib import Path
 from llava_mcore.adapters.adaptation import AdapterSetup
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.factors import load_adapters, load_peft_folder
-from llava_mcore.adapters.quantized import multiply_in_fp8, quantize_model
+from llava_mcore.adapters.quantize_model import quantize_model
+from llava_mcore.adapters.quantized import multiply_in_fp8
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.node_local import is_local, load_local_weights
 from llava_mcore.models.multimodal import VisionLanguageModel

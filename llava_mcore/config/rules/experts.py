@@ -81,8 +81,8 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
             yield "adapter.expert_r works with whole experts: omit --etp, or use --ep in its place"
     if run.parallel.fsdp != "none":
         yield f"--fsdp {run.parallel.fsdp} does not work with experts yet, and {has}: use --dist-optim in place of it"
-    if run.adapter.quantize != "none":
-        yield f"--lora-quantize does not quantize experts, and {has}: omit it"
+    if run.adapter.quantize != "none" and run.parallel.expert_tensor_parallel_size > 1:
+        yield f"--lora-quantize quantizes whole experts, and {has}: omit --etp, or use --ep in its place"
     parallel = run.parallel
     ep = parallel.expert_model_parallel_size
     of_replica = parallel.tensor_model_parallel_size // parallel.expert_tensor_parallel_size

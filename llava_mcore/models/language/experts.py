@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from llava_mcore.compat.megatron_layers import change_class
 from llava_mcore.compat.token_dispatcher import TokenDispatcher, pad_for_gloo
+from llava_mcore.models.language.grouped_products import FrozenGroupedProduct, grouped_product
 from llava_mcore.models.language.router import Router
 
 
@@ -132,6 +133,7 @@ class ExpertMatrices(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.groups, self.split_dim, self.num_blocks = groups, split_dim, num_blocks
+        self.make_weight: Callable[[], Tensor] | None = None
         self.fuse_wgrad_accumulation = False  # the name by which Transformer Engine's layers are found, too
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(num_experts, rows, columns, dtype=config.params_dtype, device=device)
@@ -148,7 +150,19 @@ class ExpertMatrices(MegatronModule):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return [t, rows] of [t, columns]. ends: int32 [e], where the tokens of each expert end."""
+        if self.make_weight is not None:
+            output: Tensor = FrozenGroupedProduct.apply(x, self.make_weight, ends)
+            return output
         return grouped_product(x, self.weight, ends, adds_to_main_grad=self.fuse_wgrad_accumulation)
+
+    def freeze_with(self, make_weight: Callable[[], Tensor], device: torch.device) -> None:
+        """Replace the parameter by a tensor that is made on a device when it is needed, and never kept."""
+        marks, dtype = vars(self.weight), self.weight.dtype
+        del self.weight
+        without_values = torch.empty(0, dtype=dtype, device=device)  # tells these and the marks to adapters
+        vars(without_values).update(marks)
+        object.__setattr__(self, "weight", without_values)  # not as a parameter
+        self.make_weight = make_weight
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -158,6 +172,8 @@ class ExpertMatrices(MegatronModule):
         If ranks divide gate and up, each has rows in both halves of every matrix, so that these are tensors of their
         own.
         """
+        if self.make_weight is not None:
+            return {}
         name, lead, groups = f"{prefix}weight", len(sharded_offsets), self.groups
         replica = (0, 0, groups.expt_dp.rank())
         ep_rank, ep_size = groups.ep.rank(), groups.ep.size()
@@ -196,54 +212,6 @@ class ExpertMatrices(MegatronModule):
             return torch.cat([torch.cat(blocks[i : i + num_blocks], 1) for i in range(0, len(blocks), num_blocks)])
 
         return {name: ShardedTensorFactory(name, self.weight, build, merge, replica)}
-
-
-def grouped_product(x: Tensor, weight: nn.Parameter, ends: Tensor, *, adds_to_main_grad: bool = False) -> Tensor:
-    """Return each expert's tokens times its matrix: [t, k], [e, n, k] → [t, n]. ends: int32 [e], where they end.
-
-    Args:
-        adds_to_main_grad: on a GPU, add the weight's gradient to the sum of the step in the backward pass.
-    """
-    has_kernel = x.device.type == "cuda" and x.dtype == torch.bfloat16
-    if has_kernel and not any(size * x.itemsize % 16 for size in weight.shape[1:]):  # the kernel's rows
-        output: Tensor = GroupedProduct.apply(x, weight, ends, adds_to_main_grad)
-        return output
-    parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight, strict=True)])
-
-
-class GroupedProduct(torch.autograd.Function):
-    """The product of each expert's tokens and its matrix on a GPU: [t, k], [e, n, k] → [t, n].
-
-    The host waits for nothing. An expert without tokens gets a gradient of zeros. (torch's own backward pass could not
-    add weight gradients to the fp32 sum of a step.)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, ends: Tensor, adds_to_main_grad: bool) -> Tensor:
-        """Return the product. adds_to_main_grad: add the weight's gradient to the sum of the step."""
-        ctx.save_for_backward(x, ends)
-        ctx.weight, ctx.adds_to_main_grad = weight, adds_to_main_grad
-        if not len(x):  # the kernel refuses empty operands
-            return x.new_empty(0, weight.shape[1])
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (gradient,) = gradients
-        x, ends = ctx.saved_tensors
-        weight: nn.Parameter = ctx.weight
-        gradient = gradient.contiguous()
-        of_x, of_weight = None, None
-        if ctx.needs_input_grad[0]:
-            of_x = F.grouped_mm(gradient, weight, offs=ends) if len(x) else torch.empty_like(x)
-        if ctx.needs_input_grad[1]:
-            of_weight = F.grouped_mm(gradient.t(), x, offs=ends) if len(x) else torch.zeros_like(weight)
-        marks = vars(weight)
-        if of_weight is not None and ctx.adds_to_main_grad and "main_grad" in marks:
-            marks["main_grad"].add_(of_weight)
-            marks["grad_added_to_main_grad"] = True
-        return of_x, of_weight, None, None
 
 
 class SharedExpert(SharedExpertMLP):

@@ -14,7 +14,7 @@ FILE, IMAGE = "expert_loads.jsonl", "expert_loads.png"
 newest line."""
 EVERY = 100
 """Iterations of a line."""
-_COLOR_LIMIT = 8.0
+_MAX_RATIO = 8.0
 """Times an even load at which colors end, and the divisor below it."""
 
 
@@ -67,20 +67,19 @@ def draw_loads(loads: ExpertTokens, path: Path, *, title: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    layers = [index for index, tokens in enumerate(loads) if sum(tokens)]
+    layers = [i for i, tokens in enumerate(loads) if sum(tokens)]
     shares = [[x * len(loads[i]) / sum(loads[i]) for x in loads[i]] for i in layers]
-    clipped = [[min(_COLOR_LIMIT, max(1 / _COLOR_LIMIT, x)) for x in layer] for layer in shares]
+    clipped = [[min(_MAX_RATIO, max(1 / _MAX_RATIO, x)) for x in layer] for layer in shares]
     width = 3.5 + 0.07 * max((len(x) for x in clipped), default=0)
     figure = Figure(figsize=(min(14, max(6, width)), min(12, 2 + 0.16 * len(layers))), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="expert", ylabel="layer", title=title)
-    image = axes.imshow(
-        clipped, cmap="RdBu_r", norm=LogNorm(1 / _COLOR_LIMIT, _COLOR_LIMIT), aspect="auto", interpolation="nearest"
-    )
+    norm = LogNorm(1 / _MAX_RATIO, _MAX_RATIO)
+    image = axes.imshow(clipped, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     step = -(-len(layers) // 24)
     axes.set_yticks(range(0, len(layers), step), [str(x) for x in layers[::step]])
-    ticks = [1 / _COLOR_LIMIT, 0.5, 1, 2, _COLOR_LIMIT]
+    ticks = [1 / _MAX_RATIO, 0.5, 1, 2, _MAX_RATIO]
     bar = figure.colorbar(image, ax=axes, label="tokens ÷ even load", ticks=ticks)
     bar.ax.set_yticklabels(_tick_labels(ticks))
     bar.ax.minorticks_off()

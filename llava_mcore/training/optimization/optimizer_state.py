@@ -26,6 +26,7 @@ from llava_mcore.checkpoint.sharded import each_layer_apart
 from llava_mcore.compat.megatron_optimizer import (
     group_of,
     hand_state_to_parts,
+    is_fully_sharded,
     on_this_rank,
     own_part,
     own_ranges,
@@ -66,8 +67,8 @@ def optimizer_state(
     distributed = distributed_optimizers(optimizer)
     if not distributed:
         return _plain_state(optimizer, model, updates)
-    if is_loading:
-        for one in distributed:
+    for one in distributed:
+        if is_loading or is_fully_sharded(one):
             allocate_state(one, updates)
     sharded_tensors = nested_values(extract_sharded_tensors_and_factories(model)[0])
     sharded_by_tensor = {sharded.data: sharded for sharded in sharded_tensors}

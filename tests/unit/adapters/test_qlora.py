@@ -11,7 +11,8 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from llava_mcore.adapters.attach import linear_modules
 from llava_mcore.adapters.linear_layers import MegatronLinear, ModelLayers, model_layers
-from llava_mcore.adapters.quantized import NF4_BLOCK, SCALE_BLOCK, Nf4, quantize_model, to_fp8, to_nf4
+from llava_mcore.adapters.quantize_model import quantize_model
+from llava_mcore.adapters.quantized import NF4_BLOCK, SCALE_BLOCK, Nf4, to_fp8, to_nf4
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.convert.load_model import load_part

@@ -62,7 +62,7 @@ def test_layouts_that_fit(good: list[str], changes: list[str]) -> None:
         (["adapter.expert_r=8", "adapter.dora=true"], "--lora-dora does not work with adapter.expert_r"),
         (["adapter.expert_r=8", "adapter.dropout=0.1"], "--lora-dropout does not work with adapter.expert_r"),
         (["adapter.expert_r=8", f"{EP}=2", f"{ETP}=2"], "adapter.expert_r works with whole experts: omit --etp"),
-        (["adapter.r=8", "adapter.quantize=nf4"], "--lora-quantize does not quantize experts"),
+        (["adapter.r=8", "adapter.quantize=nf4", f"{EP}=2", f"{ETP}=2"], "--lora-quantize quantizes whole experts"),
         ([f"{ETP}=5"], "--etp 5 does not divide the width of an expert, which is 48"),
     ],
     ids=str,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llava_mcore.models.language.experts import GroupedProduct
+from llava_mcore.models.language.grouped_products import GroupedProduct
 
 COUNTS = ([3, 0, 8, 1], [0, 0, 5, 0], [0, 0, 0, 0], [0, 7, 0, 0])
 

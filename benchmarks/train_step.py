@@ -144,6 +144,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the images",
     )
     parser.add_argument(
+        "--fsdp",
+        nargs="+",
+        default=["none"],
+        choices=["none", "optim", "optim_grads", "optim_grads_params"],
+        help="run each layout with these; none: the distributed optimizer",
+    )
+    parser.add_argument(
         "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
     )
     parser.add_argument("--bubble", action="store_true", help="profile one step more where pp > 1")
@@ -194,11 +201,12 @@ def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
     entries = [
-        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole, graphs=graphs, cp=cp)
+        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole, graphs=graphs, cp=cp, fsdp=fsdp)
         for size in sizes(args)
         for cp in args.cp
         for fp8 in args.fp8
         for graphs in args.cuda_graphs
+        for fsdp in args.fsdp
         for whole in ((False, True) if args.vision_data_parallel and size[0] > 1 else (False,))
     ]
     padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
@@ -235,6 +243,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags = ["--dist-optim", f"model.freeze_vision_model={not args.train_vision}"]
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     flags += ["--vision-data-parallel"] if entry.whole_towers else []
+    flags += ["--fsdp", entry.fsdp] if entry.fsdp != "none" else []
     flags += ["--sequence-parallel"] if entry.tp > 1 and "num_experts" in SHAPES[entry.shape].text else []
     if entry.what != "none":
         flags += ["--fp8", "--fp8-recipe", entry.what.removesuffix(WITH_TOWER)]

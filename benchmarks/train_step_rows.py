@@ -34,6 +34,8 @@ class Entry:
     """Of ours: what are CUDA graphs; a choice of --cuda-graphs."""
     cp: int = 1
     """Of ours: ranks that divide samples."""
+    fsdp: str = "none"
+    """Of ours: what --fsdp divides."""
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
@@ -61,6 +63,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
         row |= {"ep": args.ep}
     if args.vision_data_parallel:
         row |= {"tower": "whole" if entry.whole_towers else "divided"}
+    if args.fsdp != ["none"] and not entry.is_peer:
+        row |= {"fsdp": entry.fsdp}
     if args.cuda_graphs != ["off"] and not entry.is_peer:
         row |= {"graphs": entry.graphs}
     if not entry.steps:
@@ -103,15 +107,12 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
 
 def without_graphs(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     """Return the entry without graphs that is otherwise as one with graphs; None without such an entry."""
-    same = (entry.shape, entry.what, entry.tp, entry.cp, entry.pp, entry.micro_batch_size, entry.whole_towers)
+
+    def held(x: Entry) -> tuple[object, ...]:
+        return x.shape, x.what, x.tp, x.cp, x.pp, x.micro_batch_size, x.whole_towers, x.fsdp
+
     return next(
-        (
-            x
-            for x in entries
-            if x.graphs == "off" != entry.graphs
-            and x.losses
-            and (x.shape, x.what, x.tp, x.cp, x.pp, x.micro_batch_size, x.whole_towers) == same
-        ),
+        (x for x in entries if x.graphs == "off" != entry.graphs and x.losses and held(x) == held(entry)),
         None,
     )
 

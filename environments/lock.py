@@ -21,6 +21,7 @@ EXTRAS = (
     "dev",
     "eval",
     "mlflow",
+    "muon",
     "qlora",
     "quickstart",
     "remote",

@@ -37,6 +37,18 @@ def parser() -> argparse.ArgumentParser:
         help="write a tiny model of this class with random weights, to try the other commands without any weights; "
         f"takes only --save-dir and --seed: {', '.join(MODEL_CLASSES)}",
     )
+    p.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="folder of a whole model, for --expand-layers; takes only --save-dir and --expand-layers",
+    )
+    p.add_argument(
+        "--expand-layers",
+        metavar="LIST|every:N",
+        help="write --model with more decoder layers: a copy after each of these layers (3,7,11: numbers as in the "
+        "files) or after each N-th. A copy adds nothing until it is trained, with train --train-expanded",
+    )
     _add_parts(p.add_argument_group("parts"))
     _add_shape(p.add_argument_group("shape"))
     _add_output(p.add_argument_group("output"))
@@ -181,22 +193,33 @@ def run(args: argparse.Namespace) -> int:
     if args.tiny is not None:
         _write_tiny(args.tiny, args.save_dir, args.seed)
     else:
-        _print_table([(p.name, p.shape, p.source, p.parameters) for p in _build(args)])
+        parts = _build(args) if args.model is None else _expand(args)
+        _print_table([(p.name, p.shape, p.source, p.parameters) for p in parts])
     print(f"built {args.save_dir} in {time.perf_counter() - start:.1f} s")
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ConfigError without a language model, or for a flag that --tiny does not read."""
-    if args.tiny is None and args.text_model is None:
-        raise ConfigError("give --text-model, the language model; or --tiny CLASS for a tiny model of random weights")
-    if args.tiny is None:
-        return
-    read = ("tiny", "save_dir", "seed", "sif_path")
+    if args.tiny is None and args.text_model is None and args.model is None:
+        raise ConfigError(
+            "give --text-model, the language model; --tiny CLASS for a tiny model of random weights; or --model DIR, "
+            "to give a whole model more layers"
+        )
+    if (args.model is None) != (args.expand_layers is None):
+        raise ConfigError("--model and --expand-layers belong together: give both, or omit both")
+    if args.tiny is not None:
+        _refuse_others(args, ("tiny", "save_dir", "seed", "sif_path"), "--tiny has parts of its own")
+    if args.model is not None:
+        _refuse_others(args, ("model", "expand_layers", "save_dir", "sif_path"), "--model has all parts already")
+
+
+def _refuse_others(args: argparse.Namespace, read: Sequence[str], why: str) -> None:
+    """Raise ConfigError for a flag that would not be read."""
     others = [name for name, value in vars(args).items() if name not in read and value != parser().get_default(name)]
     if others:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in others)
-        raise ConfigError(f"--tiny has parts of its own: omit {flags}")
+        raise ConfigError(f"{why}: omit {flags}")
 
 
 def _write_tiny(name: str, folder: Path, seed: int) -> None:
@@ -206,6 +229,13 @@ def _write_tiny(name: str, folder: Path, seed: int) -> None:
     require_absent(folder, activity="the build")
     write_tiny(name, folder, seed)
     print(f"{MODEL_CLASSES[name].name} with random weights: its answers mean nothing")
+
+
+def _expand(args: argparse.Namespace) -> Sequence[Part]:
+    """Write a whole model with more layers."""
+    from llava_mcore.build.expand import expand_folder
+
+    return expand_folder(args.model, args.save_dir, args.expand_layers, say=lambda line: print(line, flush=True))
 
 
 def _build(args: argparse.Namespace) -> Sequence[Part]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -103,6 +105,13 @@ def own_part(optimizer: DistributedOptimizer, param: Parameter) -> Parameter:
     return optimizer.optimizer.param_groups[group]["params"][index]
 
 
+def group_of(optimizer: DistributedOptimizer, param: Parameter) -> dict[str, Any]:
+    """Return the parameter group of a parameter."""
+    group, _ = required(optimizer, "model_param_group_index_map")[param]
+    settings: dict[str, Any] = optimizer.optimizer.param_groups[group]
+    return settings
+
+
 def on_this_rank(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, which may be distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -137,3 +146,26 @@ def hand_state_to_parts(optimizer: HybridDeviceOptimizer) -> None:
     """Pass the loaded state of an offloaded optimizer on to its parts on the GPU and on the host."""
     sync: Any = required(optimizer, "_sync_hdo_state_to_sub_optimizers")
     sync()
+
+
+def updated_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Parameter, Parameter, int, int]]:
+    """Yield every parameter of which this rank updates a part, what the inner optimizer updates in its place (an fp32
+    copy, or a flat part), and the part's start and end."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, start, stop in own_ranges(optimizer):
+            yield parameter, own_part(optimizer, parameter), start, stop
+        return
+    pairs = [(x, x) for group in (optimizer.param_groups if optimizer.optimizer else []) for x in group["params"]]
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        halves, copies, in_fp32 = (
+            [x for group in required(optimizer, name) for x in group]
+            for name in ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
+        )
+        pairs = [*zip(halves, copies, strict=True), *((x, x) for x in in_fp32)]
+    for parameter, updated in pairs:
+        yield parameter, updated, 0, parameter.numel()
+
+
+def replace_inner(optimizer: MegatronOptimizer, inner: torch.optim.Optimizer) -> None:
+    """Give an optimizer of megatron-core another inner one, of the same parameter groups."""
+    replace_name(optimizer, "optimizer", inner)

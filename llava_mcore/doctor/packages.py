@@ -27,6 +27,7 @@ MODULES = {
 PURPOSES = {
     "gpu": "Transformer Engine: training on GPUs, FP8",
     "delta": "flash-linear-attention: Qwen3.5 on GPUs",
+    "muon": "optimizer.name muon",
     "video": "video files in prepare, generate and chat",
     "audio": "sounds in prepare, generate and chat; sounds in training",
     "qlora": "--lora-quantize nf4, --load-in-4bit",

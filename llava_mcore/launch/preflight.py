@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from llava_mcore.config.rules.all_rules import check_devices, check_run
 from llava_mcore.config.rules.delta_nets import check_kernels
 from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.rules.muon import MUON_MISSING
 from llava_mcore.config.rules.schedule import check_schedule
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, DataError, LlavaMcoreError, os_error_text
@@ -229,6 +230,8 @@ def _missing_libraries(run: RunConfig) -> list[str]:
     errors: list[str] = []
     if run.logging.mlflow and importlib.util.find_spec("mlflow") is None:
         errors.append("--mlflow needs the package mlflow-skinny: pip install 'llava-mcore[mlflow]'")
+    if run.optimizer.name == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
+        errors.append(MUON_MISSING)
     if run.validation.eval_generate is not None:
         with collecting(errors):
             require_libraries()

@@ -13,6 +13,7 @@ from llava_mcore.compat.frozen_linears import train_biases
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
+from llava_mcore.models.expanded import prefixes_of_expanded
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.registry import vision_family
@@ -35,7 +36,8 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
     """Return for every parameter of the whole model, by its Megatron name, whether it is trained.
 
     Parts are frozen by `model.freeze_*`, then matches of `model.freeze`; matches of `model.unfreeze` are trained. A
-    tower's constants, such as sinusoids, are frozen too unless they match.
+    tower's constants, such as sinusoids, are frozen too unless they match. With `model.train_expanded` everything but
+    the inserted layers is frozen before the patterns.
 
     Raises:
         ConfigError: patterns match nothing, or only a part of a parameter; or nothing is trained.
@@ -53,6 +55,9 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
     state = {
         piece: not frozen[piece.parameter.partition(".")[0]] and piece.parameter not in constants for piece in pieces
     }
+    if model.train_expanded:
+        prefixes = prefixes_of_expanded(hf)
+        state = {piece: piece.parameter.startswith(prefixes) for piece in pieces}
     errors = []
     for key, patterns, value in (("freeze", model.freeze, False), ("unfreeze", model.unfreeze, True)):
         for pattern in patterns:

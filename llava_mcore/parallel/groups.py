@@ -186,6 +186,11 @@ def tensor_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def expert_tensor_parallel_group() -> dist.ProcessGroup:
+    """Return the group of the ranks that divide the matrices of an expert."""
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
 def context_parallel_group() -> dist.ProcessGroup:
     """Return the group of this rank's context-parallel ranks."""
     return parallel_state.get_context_parallel_group()

@@ -39,7 +39,8 @@ class RunLayout:
     """One way to run a configuration on a number of GPUs.
 
     `layers`: decoder layers of each stage; `virtual`: chunks that a stage consists of. `state_bytes`: of the optimizer
-    on the GPU per trained parameter. `computed_multiple`: what the number of tokens is padded to.
+    on the GPU per trained parameter; `matrix_state_bytes`: per weight of a trained linear layer, where the optimizer
+    keeps less of these (Muon). `computed_multiple`: what the number of tokens is padded to.
     """
 
     world: int
@@ -55,6 +56,7 @@ class RunLayout:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     state_bytes: float = 12.0
+    matrix_state_bytes: float = 12.0
     offloaded_bytes: float = 0.0
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("mlp",)
@@ -77,6 +79,14 @@ class RunLayout:
     ep: int = 1
     etp: int = 1
     cp: int = 1
+    fsdp: Literal["none", "optim", "optim_grads", "optim_grads_params"] = "none"
+    replicas: int = 1
+    """Groups of data-parallel ranks that each have all shards (--hsdp)."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide what --fsdp or the distributed optimizer divides."""
+        return self.dp * self.cp // self.replicas
 
     @cached_property
     def dp(self) -> int:
@@ -138,9 +148,12 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         whole_towers=parallel.vision_data_parallel,
         distributed_optimizer=parallel.divides_optimizer,
+        fsdp=parallel.fsdp,
+        replicas=parallel.hsdp_replicas,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         state_bytes=in_device,
+        matrix_state_bytes=in_device - (4.0 if run.optimizer.name == "muon" else 0.0),
         offloaded_bytes=in_host,
         recompute=model.recompute,
         recompute_modules=model.recompute_modules,

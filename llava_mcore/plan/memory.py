@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.model import Model
-from llava_mcore.plan.parameters import StageParameters, owned, stage_parameters
+from llava_mcore.plan.parameters import StageParameters, owned, owned_tables, stage_parameters
 from llava_mcore.plan.work import PackWork, Work
 
 NF4_BYTES = 4.127 / 8
@@ -72,8 +72,8 @@ def _with_peak(
     graphs = _graphs(model, layout, work, parameters, fit) if layout.graphs else 0.0
     parts = {
         "weights": _weights(layout, parameters),
-        "gradients": 4.0 * parameters.trained,
-        "optimizer": layout.state_bytes * owned(layout, parameters),
+        "gradients": _gradients(layout, parameters),
+        "optimizer": _state(layout, parameters),
         "activations": stored,
         "tower_activations": tower,
         "output_layer": output if output > temporary else 0.0,
@@ -82,6 +82,12 @@ def _with_peak(
         "graphs": graphs,
     }
     return StageMemory(**parts, allowance=fit.fragmentation * sum(parts.values()), outside=fit.outside(layout))
+
+
+def _state(layout: RunLayout, p: StageParameters) -> float:
+    """Return the bytes of the optimizer's state."""
+    tables = owned_tables(layout, p)
+    return layout.state_bytes * tables + layout.matrix_state_bytes * (owned(layout, p) - tables)
 
 
 def _weights(layout: RunLayout, p: StageParameters) -> float:
@@ -93,8 +99,30 @@ def _weights(layout: RunLayout, p: StageParameters) -> float:
     }[layout.adapter.quantize]
     copies = 2.0 if layout.fp8 != "none" and layout.adapter.quantize == "none" else 0.0
     rest = p.total - p.layers - p.experts
+    if layout.fsdp == "optim_grads_params":
+        # The shards; what is outside of layers, whole; and the layers that run, or are gathered ahead.
+        outside = p.ends + p.connector + p.adapter
+        gathered = outside + _LAYERS_GATHERED * _largest_layer(layout, p)
+        return layout.weight_bytes * (p.total / layout.shards + gathered)
     of_decoder = (matrices + copies) * p.layers + matrices * p.experts
     return of_decoder + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
+
+
+_LAYERS_GATHERED = 2
+"""Layers whose weights, or gradients, are whole at a time with --fsdp."""
+
+
+def _largest_layer(layout: RunLayout, p: StageParameters) -> float:
+    """Return the parameters of a decoder layer, which is larger than one of a tower."""
+    return (p.layers + p.experts + p.small) / max(layout.layers)
+
+
+def _gradients(layout: RunLayout, p: StageParameters) -> float:
+    """Return the bytes of gradients, which are summed in fp32."""
+    if layout.fsdp not in ("optim_grads", "optim_grads_params"):
+        return 4.0 * p.trained
+    unreduced = _LAYERS_GATHERED * _largest_layer(layout, p) * layout.trains_language * (not layout.adapter.is_on)
+    return 4.0 * (p.trained / layout.shards + unreduced)
 
 
 def layer_bytes(model: Model, layout: RunLayout) -> float:

@@ -88,6 +88,14 @@ def _adapter_parameters(model: Model, layout: RunLayout, num_layers: int, *, fir
     return count
 
 
+def owned_tables(layout: RunLayout, p: StageParameters) -> float:
+    """Return how many of the same are in no linear layer: those of embeddings, the output layer, norms and biases. A
+    tower's few are not counted."""
+    if layout.adapter.is_on or not layout.trains_language:
+        return 0.0
+    return (p.ends + p.small) / (layout.dp if layout.distributed_optimizer else 1)
+
+
 def _expert_adapters(model: Model, layout: RunLayout, num_layers: int) -> float:
     """Return the parameters of adapters on a rank's experts."""
     d, e = model.decoder, model.decoder.experts
@@ -101,4 +109,6 @@ def owned(layout: RunLayout, p: StageParameters) -> float:
     """Return the trained parameters whose optimizer state a rank has."""
     if not layout.distributed_optimizer:
         return p.trained
+    if layout.fsdp != "none":
+        return p.trained / layout.shards
     return (p.trained - p.trained_experts) / layout.dp + p.trained_experts / layout.expert_dp

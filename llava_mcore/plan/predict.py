@@ -8,7 +8,7 @@ from llava_mcore.plan.gpus import GIB
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.memory import StageMemory, stage_memory
 from llava_mcore.plan.model import Model
-from llava_mcore.plan.parameters import owned, stage_parameters
+from llava_mcore.plan.parameters import StageParameters, owned, stage_parameters
 from llava_mcore.plan.schedule import step_seconds
 from llava_mcore.plan.seconds import Machine, Pass, stage_passes
 from llava_mcore.plan.work import PackWork
@@ -81,7 +81,7 @@ def predict(model: Model, layout: RunLayout, packs: PackWork, machine: Machine) 
     count = layout.num_micro_batches
     passes = step_seconds(ahead, back, count, virtual=layout.virtual, message=message)
     busy = count * sum(ahead + back) / layout.pp
-    exposed, update = _after_passes(model, layout, machine)
+    exposed, update = _after_passes(model, layout, machine, passes)
     return Prediction(
         layout=layout,
         stages=tuple(stages),
@@ -93,8 +93,12 @@ def predict(model: Model, layout: RunLayout, packs: PackWork, machine: Machine) 
     )
 
 
-def _after_passes(model: Model, layout: RunLayout, machine: Machine) -> tuple[float, float]:
-    """Return the exposed seconds of summing gradients and gathering weights, and those of the update."""
+def _after_passes(model: Model, layout: RunLayout, machine: Machine, passes: float) -> tuple[float, float]:
+    """Return the exposed seconds of summing gradients and gathering weights, and those of the update.
+
+    Args:
+        passes: seconds of all passes, beside which messages of weights that are divided travel.
+    """
     parameters = max((stage_parameters(model, layout, x) for x in range(layout.pp)), key=lambda x: x.trained)
     trained, of_experts = parameters.trained, parameters.trained_experts
     dp, fit = layout.dp, machine.fit
@@ -106,14 +110,42 @@ def _after_passes(model: Model, layout: RunLayout, machine: Machine) -> tuple[fl
         return rest + machine.collective(num_bytes * of_experts, layout.expert_dp, across_nodes=across)
 
     reduce, gather = over_replicas(4), over_replicas(2)
+    if layout.fsdp != "none":
+        reduce, gather = _sharded_messages(layout, parameters, machine)
     if not layout.distributed_optimizer:
         reduce, gather = 2 * reduce, 0.0
-    hidden_reduce = fit.exposed if layout.overlap_grad_reduce else 1.0
-    hidden_gather = fit.exposed if layout.overlap_param_gather else 1.0
+    hidden_reduce = fit.exposed if layout.overlap_grad_reduce or layout.fsdp != "none" else 1.0
+    # With --fsdp, weights that stay whole are gathered after the update.
+    beside_passes = layout.overlap_param_gather and layout.fsdp in ("none", "optim_grads_params")
+    hidden_gather = fit.exposed if beside_passes else 1.0
     exposed = reduce * hidden_reduce + gather * hidden_gather
+    if layout.fsdp == "optim_grads_params":
+        exposed = max(exposed, reduce + gather - passes)
     local = owned(layout, parameters)
     # Read and written: master weight and moments; read: gradients, also for their norm; written: weights, zeros.
     update = machine.moved(local * (2 * layout.state_bytes + 4 + 2) + trained * 8)
     if layout.offloaded_bytes:
         update += local * 6 / 25e9 + local * 16 / 100e9  # over PCIe, and in the host's memory
     return exposed, update + fit.host_step
+
+
+def _sharded_messages(layout: RunLayout, p: StageParameters, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of summing gradients and of gathering weights in a step with --fsdp."""
+    across = layout.world // layout.replicas > machine.gpu.per_node
+    count = layout.num_micro_batches
+    weights, gradients = layout.weight_bytes * p.trained, 4.0 * p.trained
+
+    def over_shards(num_bytes: float) -> float:
+        return machine.collective(num_bytes, layout.shards, across_nodes=across)
+
+    reduce, gather = over_shards(gradients), over_shards(weights)
+    if layout.fsdp in ("optim_grads", "optim_grads_params"):  # after every micro-batch: no rank has the whole sum
+        reduce *= count
+    if layout.fsdp == "optim_grads_params":  # before both passes of every micro-batch, frozen parameters too
+        gather = 2 * count * over_shards(layout.weight_bytes * (p.total - p.ends))
+        gather += over_shards(layout.weight_bytes * p.ends)
+    if layout.replicas > 1:  # a sum of shards, which all replicas get
+        wide = layout.world > machine.gpu.per_node
+        shard_bytes = gradients if layout.fsdp == "optim" else gradients / layout.shards
+        reduce += 2 * machine.collective(shard_bytes, layout.replicas, across_nodes=wide)
+    return reduce, gather

@@ -26,11 +26,13 @@ def describe(layout: RunLayout) -> str:
         words.append(f"{layout.virtual} chunks")
     if len(set(layout.layers)) > 1:
         words.append("layers " + "+".join(map(str, _shortened(layout.layers))))
+    words += [f"FSDP {layout.fsdp}"] * (layout.fsdp != "none") + [f"HSDP {layout.replicas}"] * (layout.replicas > 1)
     words += ["sequence parallel"] * layout.sequence_parallel + ["whole towers"] * layout.whole_towers
     words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
     words += ["recompute tower"] * layout.recompute_vision + ["graphs"] * layout.graphs
     words += [f"FP8 {layout.fp8}"] * (layout.fp8 != "none")
     words += [f"state {layout.state_bytes:g} B"] * (layout.state_bytes != 12)
+    words += ["Muon"] * (layout.matrix_state_bytes < layout.state_bytes)
     if layout.adapter.is_on:
         words.append(f"LoRA {layout.adapter.language}")
         words += [layout.adapter.quantize.upper()] * (layout.adapter.quantize != "none")

@@ -159,6 +159,9 @@ def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
     if "tower" in vary and not run.adapter.is_on:
         towers = [{"model.freeze_vision_model": x} for x in (True, False)]
         trains_tower = True
+    divided = ("none", "optim_grads_params") if pp == 1 and searched.world > tp else ("none",)
+    if searched.model.decoder.experts is None:
+        axes.append([{"parallel.fsdp": x, "parallel.hsdp_replicas": 1} for x in divided])
     axes.append(towers)
     axes.append([{"model.recompute_vision": x} for x in (("none", "full") if trains_tower else ("none",))])
     axes.append([{"parallel.expert_model_parallel_size": ep} for ep in _expert_sizes(searched, pp)])
@@ -175,6 +178,9 @@ def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
             options |= part
         # An option without effect is left out, where the rules would refuse the layout.
         if options["model.cuda_graphs"] and options["model.recompute"] != "none":
+            continue
+        in_fp8 = options.get("training.fp8", run.training.fp8)
+        if options.get("parallel.fsdp", "none") != "none" and (options["model.cuda_graphs"] or in_fp8):
             continue
         if options["model.freeze_vision_model"] and options["model.recompute_vision"] != "none":
             continue
@@ -216,7 +222,7 @@ def _stages(searched: Searched, base: Changes) -> Iterator[Changes]:
     full = [num_layers // pp] * (pp - 1)
     layout = replace(layout, layers=(*full, num_layers - sum(full)))
     # The optimizer's state takes no time, so that layouts with another one have the same stages.
-    key = replace(layout, state_bytes=0.0)
+    key = replace(layout, state_bytes=0.0, matrix_state_bytes=0.0)
     if key not in searched.balanced:
         searched.balanced[key] = balanced_layers(searched.model, layout, searched.packs_of(layout), searched.machine)
     layers = searched.balanced[key]

@@ -38,6 +38,7 @@ from llava_mcore.training.load_model import load_adapted, load_checkpoint
 from llava_mcore.training.loss_terms import loss_terms
 from llava_mcore.training.model_options import model_options
 from llava_mcore.training.optimization.data_parallel import DataParallelModel, TowerGradients, data_parallel
+from llava_mcore.training.optimization.muon_matrices import find_matrices
 from llava_mcore.training.optimization.optimizer import build_optimizer
 from llava_mcore.training.optimization.schedule import build_scheduler
 
@@ -131,7 +132,7 @@ def build_trainer(
     chunks = raise_together(
         groups, lambda: [data_parallel(run, groups, x, buckets=i == 0) for i, x in enumerate(models)]
     )
-    optimizer, scheduler = raise_together(groups, lambda: _build_optimizer(run, models, chunks))
+    optimizer, scheduler = raise_together(groups, lambda: _build_optimizer(run, hf, models, chunks))
     # From here on, data-parallel ranks draw different dropout masks.
     seed_replicas(run.training.seed)
     _log_parts(models, groups)
@@ -171,16 +172,20 @@ def _read_model(run: RunConfig, start: StartPoint) -> tuple[PretrainedConfig, Ad
 
 
 def _build_optimizer(
-    run: RunConfig, models: Sequence[VisionLanguageModel], chunks: Sequence[DataParallelModel]
+    run: RunConfig,
+    hf: PretrainedConfig,
+    models: Sequence[VisionLanguageModel],
+    chunks: Sequence[DataParallelModel],
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build the optimizer and schedule of the model's chunks; a collective call."""
-    optimizer = build_optimizer(run, chunks)
+    divides = run.parallel.vision_data_parallel
+    matrices = find_matrices(models, hf, whole_towers=divides) if run.optimizer.name == "muon" else None
+    optimizer = build_optimizer(run, chunks, matrices)
     for chunk in chunks:
         if isinstance(chunk, ShardedModel):
             chunk.begin()
     scheduler = build_scheduler(run, optimizer)
     no_sync = [chunk.no_sync for chunk in chunks]
-    divides = run.parallel.vision_data_parallel
     finalize = TowerGradients(chunks, models).finalize if divides else finalize_model_grads
     for model in models:
         model.config.finalize_model_grads_func = finalize

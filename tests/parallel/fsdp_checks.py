@@ -73,7 +73,9 @@ def kind_flags(kind: str) -> dict[str, Any]:
     return DISTRIBUTED if kind == "distributed" else sharded(mode, int(replicas or 1))
 
 
-def configure(name: str, kind: str, tp: int, checkpoint: str, save_dir: str, *, resumes: bool, lora: bool) -> RunConfig:
+def configure(
+    name: str, kind: str, tp: int, checkpoint: str, save_dir: str, more: dict[str, Any], *, resumes: bool
+) -> RunConfig:
     """Return a run that saves; `name`: of its folder."""
     flags: dict[str, Any] = {
         "name": name,
@@ -84,16 +86,16 @@ def configure(name: str, kind: str, tp: int, checkpoint: str, save_dir: str, *, 
         "optimizer.min_lr": 1e-4,
         "training.micro_batch_size": 2,
     }
-    return run_config(tp, 1, checkpoint, save_dir, **flags, **kind_flags(kind), **(LORA if lora else {}))
+    return run_config(tp, 1, checkpoint, save_dir, **(flags | kind_flags(kind) | more))
 
 
 def train_and_save(
-    tp: int, kinds: list[str], checkpoint: str, save_dir: str, hf: str, lora: bool = False
+    tp: int, kinds: list[str], checkpoint: str, save_dir: str, hf: str, more: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Train, save, train on; return the losses after the save, for each kind."""
     groups, found = join(tp, 1), {}
     for kind in kinds:
-        run = configure(kind, kind, tp, checkpoint, save_dir, resumes=False, lora=lora)
+        run = configure(kind, kind, tp, checkpoint, save_dir, more, resumes=False)
         trainer = make_trainer(groups, run)
         loader = open_fake_loader(groups, trainer, run, 0)
         train_steps(groups, trainer, run, loader)
@@ -104,7 +106,7 @@ def train_and_save(
 
 
 def resume_and_train(
-    tp: int, replicas: int, pairs: list[tuple[str, str]], checkpoint: str, save_dir: str, hf: str, lora: bool = False
+    tp: int, replicas: int, pairs: list[tuple[str, str]], checkpoint: str, save_dir: str, hf: str, more: dict[str, Any]
 ) -> dict[tuple[str, str], Any]:
     """Resume runs of `train_and_save`, each as another kind; return the losses from there on.
 
@@ -112,7 +114,7 @@ def resume_and_train(
     """
     groups, found = join(tp, 1, replicas=replicas), {}
     for saved, kind in pairs:
-        run = configure(saved, kind, tp, checkpoint, save_dir, resumes=True, lora=lora)
+        run = configure(saved, kind, tp, checkpoint, save_dir, more, resumes=True)
         trainer = make_trainer(groups, run)
         progress, states = resume(trainer)
         assert progress.iteration == STEPS and (states is not None) == groups.loads_data

@@ -80,7 +80,12 @@ def test_resumed_by_the_other_kind_and_at_another_layout(folder: Path, tmp_path:
     """What was loaded is what was saved, bit for bit, whatever shards it was saved in; the losses follow from it."""
     checkpoint = folder / "megatron"
     hf = hf_folder(latest_checkpoint(checkpoint)[0])
-    model = {"checkpoint": str(checkpoint), "hf": str(hf), "save_dir": str(tmp_path), "lora": lora}
+    model = {
+        "checkpoint": str(checkpoint),
+        "hf": str(hf),
+        "save_dir": str(tmp_path),
+        "more": fsdp_checks.LORA if lora else {},
+    }
     kinds = ["distributed", *fsdp_checks.MODES]
     expected = run_world(2, fsdp_checks.train_and_save, tp=1, kinds=kinds, **model)[0]
     here = [(kind, kind) for kind in fsdp_checks.MODES] + [(WHOLE, "distributed"), ("optim", WHOLE)]

@@ -30,6 +30,7 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     for key, is_set in (
         ("model.freeze", bool(model.freeze)),
         ("model.unfreeze", bool(model.unfreeze)),
+        ("--train-expanded", model.train_expanded),
         ("model.freeze_vision_model=false", not model.freeze_vision_model),
     ):
         if is_set:
@@ -69,4 +70,4 @@ def trains_projection(run: RunConfig) -> bool:
     adapter, model = run.adapter, run.model
     if adapter.is_on:
         return bool(adapter.projection_r or adapter.load or adapter.modules_to_save or adapter.bias == "all")
-    return not model.freeze_vision_projection or bool(model.unfreeze)
+    return (not model.freeze_vision_projection and not model.train_expanded) or bool(model.unfreeze)

@@ -15,6 +15,7 @@ from llava_mcore.config.rules.delta_nets import FP8_MULTIPLE, check_delta_nets
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.experts import check_experts
 from llava_mcore.config.rules.fully_sharded import check_fully_sharded
+from llava_mcore.config.rules.muon import check_muon
 from llava_mcore.config.rules.operation import check_operations
 from llava_mcore.config.rules.parallel import (
     check_deepstack,
@@ -191,6 +192,7 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     yield from check_schedule(run.training, run.optimizer)
     yield from check_needs(run, typed)
     yield from check_adapter(run)
+    yield from check_muon(run)
     # Folders and weights.
     if checkpoint.save_dir is None:
         yield "checkpoint.save_dir is missing: give the folder for the run's outputs with --save-dir"
@@ -206,6 +208,11 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         yield "--exit-duration-in-mins would lose the run without --save or --save-interval: add one of them"
     if not run.adapter.is_on and model.frozen_parts() == "language model, vision tower, projection":
         yield "all three parts are frozen, so nothing would be trained: unfreeze one of model.freeze_*"
+    if model.train_expanded and (model.freeze_language_model or not model.freeze_vision_model):
+        yield (
+            "--train-expanded trains the inserted layers of the language model and freezes everything else: omit "
+            "--freeze-lm and model.freeze_vision_model, and name what else to train in model.unfreeze"
+        )
     # FP8.
     training = run.training
     if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):

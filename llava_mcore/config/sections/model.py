@@ -29,6 +29,8 @@ class ModelConfig(Section):
     names, such as *.embed_tokens.weight; several are separated by commas."""
     unfreeze: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()
     """Parameters that are trained although a frozen part or freeze contains them: patterns as for freeze."""
+    train_expanded: Annotated[bool, Flag("--train-expanded", after="--freeze-lm")] = False
+    """Train the layers alone that build --expand-layers has inserted, and what model.unfreeze names."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Implementation of the layers: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
     installed. Checkpoints are the same."""
@@ -74,6 +76,8 @@ class ModelConfig(Section):
             "projection": self.freeze_vision_projection,
         }
         names = ", ".join(name for name, frozen in parts.items() if frozen) or "none"
+        if self.train_expanded:
+            names = "all but the expanded layers"
         patterns_by_key = {"freeze": self.freeze, "unfreeze": self.unfreeze}
         return ", ".join(
             [names, *(f"{key} {' '.join(patterns)}" for key, patterns in patterns_by_key.items() if patterns)]

@@ -10,6 +10,7 @@ from llava_mcore.config.sections.base import Flag, Iterations, Needs, Samples, S
 
 _WSD = Needs("optimizer.lr_decay_style", value="WSD")
 _PRECISION_AWARE = Needs("optimizer.use_precision_aware_optimizer")
+_MUON = Needs("optimizer.name", value="muon")
 
 
 class OptimizerConfig(Section):
@@ -17,8 +18,8 @@ class OptimizerConfig(Section):
 
     flag_group = "training"
 
-    name: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimizer. muon: Muon for the matrices of linear layers, AdamW for everything else."""
     lr: Annotated[float, Flag("--lr", after="--rampup-batch-size")] = Field(gt=0)
     """Peak learning rate."""
     vision_lr: float | None = Field(None, gt=0)
@@ -52,6 +53,23 @@ class OptimizerConfig(Section):
     """Decay of the mean of the squared gradients."""
     adam_eps: float = Field(1e-8, gt=0)
     """Added to the denominator of the update."""
+    muon_momentum: Annotated[float, _MUON] = Field(0.95, ge=0, lt=1)
+    """Decay of the mean of the gradients that Muon orthogonalizes."""
+    muon_nesterov: Annotated[bool, _MUON] = True
+    """Orthogonalize the mean moved on towards the gradient (Nesterov's momentum), not the mean itself."""
+    muon_steps: Annotated[int, _MUON] = Field(5, ge=1, le=100)
+    """Newton-Schulz iterations of an update."""
+    muon_coefficients: Annotated[Literal["quintic", "simple", "polar_express", "cans", "aol", "deepseekv4"], _MUON] = (
+        "quintic"
+    )
+    """Set of the iteration's coefficients, by emerging-optimizers' names."""
+    muon_scale: Annotated[Literal["spectral", "shape_scaling", "unit_rms_norm"], _MUON] = "spectral"
+    """Factor of an update, from a matrix of n outputs and m inputs; spectral: the root of the larger one,
+    shape_scaling: the root of n / m, at least 1, unit_rms_norm: the root of n / m."""
+    muon_scale_factor: Annotated[float, _MUON] = Field(0.2, gt=0)
+    """Second factor; 0.2 with spectral gives updates of the size of AdamW's, for the same rate and weight decay."""
+    muon_matmul_precision: Annotated[Literal["medium", "high", "highest"], _MUON] = "medium"
+    """Precision of the iteration: bf16, TF32 or fp32."""
     clip_grad: float = Field(1.0, ge=0)
     """Maximum global gradient norm; 0 turns clipping off."""
     use_precision_aware_optimizer: bool = False

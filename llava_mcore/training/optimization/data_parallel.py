@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from llava_mcore.compat.megatron_fsdp import MeshGroups, ShardedModel, own_gradients, own_shards
@@ -71,6 +72,7 @@ def _fully_sharded(run: RunConfig, groups: Groups, model: MegatronModule) -> Sha
         overlap_grad_reduce=True,
         overlap_param_gather=run.parallel.divides_weights,
         bucket_size=_BUCKET_SIZE,
+        suggested_communication_unit_size=_communication_unit(model) if run.parallel.divides_weights else None,
         megatron_fsdp_main_params_dtype=torch.float32 if is_half else None,  # None: the weights are the main ones
         megatron_fsdp_main_grads_dtype=torch.float32,
         check_for_nan_in_grad=False,  # as above
@@ -80,6 +82,14 @@ def _fully_sharded(run: RunConfig, groups: Groups, model: MegatronModule) -> Sha
     experts = over.expert_shards if model.config.num_moe_experts else None
     mesh_groups = MeshGroups(over.shards, over.replicas, over.all_ranks, experts, group_of_this_rank())
     return ShardedModel(inner, config, mesh_groups, groups.device)
+
+
+def _communication_unit(model: MegatronModule) -> int:
+    """Return how many gradients may wait to be reduced, those of two layers; half as many weights are gathered ahead.
+
+    Megatron-FSDP's own choice is a billion at least.
+    """
+    return 2 * max(sum(p.numel() for p in x.parameters()) for x in model.modules() if isinstance(x, TransformerLayer))
 
 
 @contextmanager

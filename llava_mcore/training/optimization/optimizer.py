@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
     ParamKey,
+    ParamPredicate,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -20,12 +21,21 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig as OptimizerSection
 from llava_mcore.errors import CheckpointError, ConfigError
+from llava_mcore.training.optimization.common_state import chained
 from llava_mcore.training.optimization.data_parallel import DataParallelModel, params_dtype
+from llava_mcore.training.optimization.muon import ADAM, use_muon
+from llava_mcore.training.optimization.muon_matrices import Matrix
 from llava_mcore.training.optimization.optimizers import OPTIMIZERS
 
 
-def build_optimizer(run: RunConfig, chunks: Sequence[DataParallelModel]) -> MegatronOptimizer:
-    """Build the run's optimizer, plain or distributed over data-parallel ranks."""
+def build_optimizer(
+    run: RunConfig, chunks: Sequence[DataParallelModel], matrices: Mapping[int, Matrix] | None = None
+) -> MegatronOptimizer:
+    """Build the run's optimizer, plain or distributed over data-parallel ranks.
+
+    Args:
+        matrices: what Muon updates, if the run uses it.
+    """
     options, kind = run.optimizer, OPTIMIZERS[run.optimizer.name]
     # Options that the optimizer or this machine does not have.
     if run.parallel.divides_optimizer and not kind.can_be_distributed:
@@ -55,9 +65,13 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DataParallelModel]) -> Mega
         overlap_cpu_optimizer_d2h_h2d=options.cpu_offload,
         **kind.settings(options),
     )
-    built = get_megatron_optimizer(
-        config, list(chunks), config_overrides=overrides(run, config), use_gloo_process_groups=False
-    )
+    by_key = overrides(run, config)
+    if matrices is not None:
+        others = ParamPredicate(name="not a matrix of a linear layer", fn=lambda p: id(p) not in matrices)
+        by_key[ParamKey(predicate=others)] = ParamGroupOverride(optimizer=ADAM)
+    built = get_megatron_optimizer(config, list(chunks), config_overrides=by_key, use_gloo_process_groups=False)
+    if matrices is not None:
+        use_muon(chained(built), matrices, options)
     return built if isinstance(built, ChainedOptimizer) else ChainedOptimizer([built])  # of --fsdp it is a single one
 
 

@@ -24,7 +24,9 @@ from megatron.core.optimizer.optimizer import (
 from llava_mcore.checkpoint.flat_slices import flat_slices
 from llava_mcore.checkpoint.sharded import each_layer_apart
 from llava_mcore.compat.megatron_optimizer import (
+    group_of,
     hand_state_to_parts,
+    is_fully_sharded,
     on_this_rank,
     own_part,
     own_ranges,
@@ -43,6 +45,7 @@ from llava_mcore.training.optimization.common_state import (
     load_common_state,
     num_updates,
 )
+from llava_mcore.training.optimization.muon import MuonAndAdamW
 from llava_mcore.training.optimization.optimizers import kind_of
 
 PARAM_STATE = "param_state"
@@ -64,8 +67,8 @@ def optimizer_state(
     distributed = distributed_optimizers(optimizer)
     if not distributed:
         return _plain_state(optimizer, model, updates)
-    if is_loading:
-        for one in distributed:
+    for one in distributed:
+        if is_loading or is_fully_sharded(one):
             allocate_state(one, updates)
     sharded_tensors = nested_values(extract_sharded_tensors_and_factories(model)[0])
     sharded_by_tensor = {sharded.data: sharded for sharded in sharded_tensors}
@@ -82,7 +85,7 @@ def optimizer_state(
                 dtype=torch.float32,
                 replica=replica_of(one),
             )
-            for name in _names(one)
+            for name in _names(one, param)
         }
     common = common_state(distributed, updates)
     return common | SHARDING | ({PARAM_STATE: parts} if parts else {})
@@ -163,7 +166,8 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, updates:
     saved = state.get("optimizer", state)
     for one in chained(optimizer):
         kind = kind_of(one.optimizer)
-        if kind is not None and kind.counts_updates:
+        per_group = isinstance(one.optimizer, MuonAndAdamW) and not one.optimizer.counts_per_parameter
+        if kind is not None and kind.counts_updates and not per_group:
             saved["state"]["common_step"] = torch.tensor(float(max(0, updates)))
         elif one.optimizer is not None:
             count_in_empty_groups(saved["param_groups"], one.optimizer.param_groups, updates)
@@ -172,7 +176,10 @@ def _plain_state(optimizer: MegatronOptimizer, model: ShardedStateDict, updates:
     return state
 
 
-def _names(distributed: DistributedOptimizer) -> tuple[str, ...]:
+def _names(distributed: DistributedOptimizer, param: torch.nn.Parameter) -> tuple[str, ...]:
+    inner = distributed.optimizer
+    if isinstance(inner, MuonAndAdamW):
+        return ("param", *inner.moments_of(group_of(distributed, param)))
     return ("param", *distributed.optimizer_state_keys)
 
 
@@ -201,7 +208,8 @@ def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -
         tensors = {"param": local.detach().float().cpu()}
     weights = tensors["param"]
     return {
-        name: tensors[name].detach() if name in tensors else torch.zeros_like(weights) for name in _names(distributed)
+        name: tensors[name].detach() if name in tensors else torch.zeros_like(weights)
+        for name in _names(distributed, param)
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from llava_mcore.config.sections.optimizer import OptimizerConfig
+from llava_mcore.training.optimization.muon import MuonAndAdamW
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -44,12 +45,20 @@ def _adamw_settings(options: OptimizerConfig) -> dict[str, Any]:
     }
 
 
+def _adamw_group_settings(options: OptimizerConfig) -> dict[str, Any]:
+    return {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
+
+
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "adamw": OptimizerKind(
         settings=_adamw_settings,
-        group_settings=lambda options: {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps},
+        group_settings=_adamw_group_settings,
         late_class=torch.optim.AdamW,
         moments=("exp_avg", "exp_avg_sq"),
+    ),
+    # Built as AdamW; then the matrices get Muon. It has all of its state from the beginning.
+    "muon": OptimizerKind(
+        settings=_adamw_settings, group_settings=_adamw_group_settings, late_class=MuonAndAdamW, moments=()
     ),
 }
 """By `optimizer.name`."""

@@ -182,7 +182,7 @@ def _state(
     state: dict[str, Any] = asdict(progress) | ({} if is_loading else weights)
     if not run.checkpoint.save_optim and not is_loading:
         return state
-    by_layer = adapter_setup is not None or bool(run.model.freeze or run.model.unfreeze)
+    by_layer = adapter_setup is not None or bool(run.model.freeze or run.model.unfreeze or run.model.train_expanded)
     state["optimizer"] = optimizer_state(trainer.optimizer, model, groups, is_loading=is_loading, by_layer=by_layer)
     state["scheduler"] = trainer.scheduler.state_dict()
     if random is not None:

@@ -28,6 +28,7 @@ TOWER = Tower(
 )  # fmt: skip
 MODEL = Model("llava", DECODER, TOWER, ConnectorShape((LinearShape(1024, 4096), LinearShape(4096, 4096)), 8192, 4096))
 """LLaVA-1.5-7B."""
+MODES = ("none", "optim", "optim_grads", "optim_grads_params")
 H200 = Machine(GPUS["h200"], Efficiency())
 
 
@@ -54,6 +55,35 @@ def test_memory_that_does_not_depend_on_data() -> None:
     assert memory.weights == pytest.approx(2 * MODEL.parameters, rel=0.002)  # rows of padding
     assert memory.gradients == pytest.approx(4 * trained, rel=0.002)
     assert memory.optimizer == pytest.approx(12 * trained / 2, rel=0.002)
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_fully_sharded_memory(world: int) -> None:
+    """By the table in docs/parallel.md, and beside it two layers and what is outside of layers."""
+    parameters, trained = MODEL.parameters, MODEL.language_parameters + MODEL.connector.parameters
+    layer, ends = DECODER.layer_parameters, 2 * 32128 * 4096 + MODEL.connector.parameters
+    of = {x: predicted(layout(world, **{"parallel.fsdp": x})).stages[0].memory for x in MODES}
+    weights, gradients, state = 2 * parameters, 4 * trained, 12 * trained / world
+    assert [x.optimizer for x in of.values()] == pytest.approx([state] * 4, rel=0.002)
+    assert [x.weights for x in of.values()] == pytest.approx(
+        [weights] * 3 + [weights / world + 2 * (ends + 2 * layer)], rel=0.002
+    )
+    assert [x.gradients for x in of.values()] == pytest.approx(
+        [gradients] * 2 + [gradients / world + 8 * layer] * 2, rel=0.002
+    )
+    two = predicted(layout(world, **{"parallel.fsdp": MODES[-1], "parallel.hsdp_replicas": 2})).stages[0].memory
+    assert two.optimizer == pytest.approx(2 * state, rel=0.002)
+
+
+def test_fully_sharded_time() -> None:
+    """Divided weights travel in both passes of every micro-batch, so fewer large ones are faster."""
+    sharded = {"parallel.fsdp": "optim_grads_params"}
+    many, few = (predicted(layout(8, **sharded, **{"training.micro_batch_size": n})) for n in (1, 4))
+    assert predicted(layout(8)).messages < few.messages < many.messages
+    slow = replace(GPUS["h200"], link=GPUS["h200"].link / 100)
+    chosen = layout(8, **sharded)
+    found = predict(MODEL, chosen, packs_for(MODEL, chosen, like_llava()), Machine(slow, Efficiency()))
+    assert found.messages > found.passes, "what the passes are too short for is waited for"
 
 
 def test_a_layer_keeps_what_its_backward_pass_reads() -> None:

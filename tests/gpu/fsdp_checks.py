@@ -1,0 +1,33 @@
+"""What the ranks of the GPU tests of fully sharded data parallelism run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.gpu.option_checks import BF16
+from tests.parallel.checks import join
+from tests.parallel.fsdp_checks import DISTRIBUTED, LORA, MODES, sharded
+from tests.parallel.training_checks import MIXED, TrainingRun, run_all
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "recompute": {"model.recompute": "full", "model.recompute_vision": "full"},
+    "frozen tower": {"model.freeze_vision_model": True},
+    "lora": LORA,
+}
+
+
+def curves_and_memory(checkpoint: str, save_dir: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Train every variant in every way, packed; return losses, norms and the most bytes that were allocated."""
+    groups, found = join(1, 1), {}
+    for name, flags in VARIANTS.items():
+        for kind in ("distributed", *MODES):
+            keys = BF16 | flags | (DISTRIBUTED if kind == "distributed" else sharded(kind))
+            keys |= {"training.train_iters": 6, "training.micro_batch_size": 2}
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            run = TrainingRun(checkpoint, MIXED, keys, packed=True)
+            found[name, kind] = run_all(groups, {0: run}, save_dir)[0] | {"peak": torch.cuda.max_memory_allocated()}
+    return found

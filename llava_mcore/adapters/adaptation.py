@@ -38,7 +38,7 @@ class AdapterSetup:
     @property
     def trained_parts(self) -> frozenset[str]:
         """Return the parts of which anything is trained, including by an adapter."""
-        members = self.layers.members
+        members = self.layers.adaptable
         adapted = (x for plan in self.plans if plan.is_trained for x in plan.lora_ranks)
         return self.unfrozen_parts | {members[x].part for x in adapted}
 
@@ -48,8 +48,8 @@ class AdapterSetup:
         return frozenset(name.partition(".")[0] for name, is_trained in self.trained.items() if is_trained)
 
     def num_weights(self, part: str) -> int:
-        """Return the weights of A and B of all adapters in a part."""
-        members = self.layers.members
+        """Return the weights of A and B of all adapters in a part that a token meets."""
+        members = self.layers.adaptable
         return sum(
             r * members[x].width for plan in self.plans for x, r in plan.lora_ranks.items() if members[x].part == part
         )

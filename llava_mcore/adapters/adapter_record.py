@@ -107,7 +107,7 @@ def write_record(checkpoint: Path, base: Base, plans: Sequence[LoraSettings], la
 
 
 def _plan_record(plan: LoraSettings, layers: ModelLayers) -> dict[str, Any]:
-    members = layers.members
+    members = layers.adaptable
     return {
         "name": plan.name,
         "trained": plan.is_trained,
@@ -135,7 +135,7 @@ def read_base(checkpoint: Path) -> Base:
 def read_plans(checkpoint: Path, layers: ModelLayers) -> tuple[LoraSettings, ...]:
     """Return a checkpoint's adapters. CheckpointError if adapters.json is damaged, or of another model."""
     content = _read(checkpoint)
-    by_key = {f"{x.part}/{x.key}": name for name, x in layers.members.items()}
+    by_key = {f"{x.part}/{x.key}": name for name, x in layers.adaptable.items()}
     try:
         return tuple(
             LoraSettings(

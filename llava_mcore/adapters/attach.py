@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
+from llava_mcore.adapters.expert_factors import add_to_output, new_expert_factors
 from llava_mcore.adapters.factors import new_factors, part_adapters
 from llava_mcore.adapters.linear_layers import WEIGHT, MegatronLinear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
@@ -49,6 +50,14 @@ def attach_adapters(
             division = _division(model, module, linear, tp_size, tp_rank)
             adapters = [_new_adapter(model, module, plan, linear, division, seed, memory) for plan in chosen]
             _hook(module, adapters, activations.get(module))
+    for tensor in layers.expert_tensors:
+        (member,) = tensor.members
+        chosen = [plan for plan in plans if member.name in plan.lora_ranks]
+        if chosen and tensor.name in here:
+            of_experts = [(new_expert_factors(here[tensor.name], plan, member, seed), plan) for plan in chosen]
+            for factors, plan in of_experts:
+                part_adapters(model.get_submodule(member.part)).add(plan.name, member.key, factors)
+            add_to_output(here[tensor.name], [(factors, plan.scaling(member.name)) for factors, plan in of_experts])
 
 
 def _activations(model: VisionLanguageModel) -> dict[nn.Module, StatelessActivation]:

@@ -17,6 +17,7 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from llava_mcore.adapters.expert_factors import ExpertFactors, sharded_factor
 from llava_mcore.adapters.linear_layers import HfLinear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors
 from llava_mcore.adapters.peft_tensors import LORA_A, LORA_B, MAGNITUDE, names_in_folder, open_weights
@@ -37,7 +38,7 @@ CHILD = "adapters"
 class Adapters(nn.Module):
     """The adapters of one part of the model, by name, each a tree of Hugging Face's module names."""
 
-    def add(self, adapter: str, key: str, factors: Factors) -> None:
+    def add(self, adapter: str, key: str, factors: Factors | ExpertFactors) -> None:
         """Put the factors of one layer at ADAPTER.KEY."""
         module: nn.Module = self
         *path, last = [adapter, *key.split(".")]
@@ -54,7 +55,10 @@ class Adapters(nn.Module):
         state = {}
         for name, parameter in self.named_parameters():
             key, marks = prefix + name, vars(parameter)
-            if marks["tensor_model_parallel"]:
+            of_experts = sharded_factor(key, parameter)
+            if of_experts is not None:
+                state[key] = of_experts
+            elif marks["tensor_model_parallel"]:
                 state[key] = make_tp_sharded_tensor_for_checkpoint(parameter, key, marks["partition_dim"])
             else:
                 state[key] = make_sharded_tensor_for_checkpoint(parameter, key)
@@ -168,13 +172,15 @@ def load_peft_folder(
     for model in models:
         modules = dict(model.named_modules())
         for name in plan.lora_ranks:
-            member = layers.members[name]
+            member = layers.adaptable[name]
             factors = modules.get(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
             if isinstance(factors, Factors):
                 _put(tensors.get(f"{name}{LORA_A}"), [factors.lora_A], groups)
                 _put(tensors.get(f"{name}{LORA_B}"), list(factors.lora_B), groups)
                 if plan.dora:
                     _put(tensors.get(f"{name}{MAGNITUDE}"), list(factors.magnitude), groups)
+            if isinstance(factors, ExpertFactors):
+                factors.fill(tensors.get(f"{name}{LORA_A}"), tensors.get(f"{name}{LORA_B}"))
         _load_trained(model, tensors, plan, layers, groups)
 
 

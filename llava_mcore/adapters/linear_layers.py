@@ -40,7 +40,8 @@ class HfLinear:
     """One of Hugging Face's linear layers.
 
     `name`: in transformers' model. `part`: of our model, such as language_model. `key`: within the part, as the class's
-    usual files have it; checkpoints use it, whatever transformers calls it. `aliases`: its names in files.
+    usual files have it; checkpoints use it, whatever transformers calls it. `aliases`: its names in files. `experts`:
+    of a tensor of experts, which has a matrix for each, their number; a token meets `chosen` of them.
     """
 
     name: str
@@ -49,11 +50,13 @@ class HfLinear:
     aliases: tuple[str, ...]
     inputs: int
     outputs: int
+    experts: int = 0
+    chosen: int = 1
 
     @property
     def width(self) -> int:
-        """Return inputs plus outputs."""
-        return self.inputs + self.outputs
+        """Return inputs plus outputs, of all matrices that a token meets."""
+        return (self.inputs + self.outputs) * self.chosen
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,10 @@ class HfParameter:
 class ModelLayers:
     """The facts about a model that adapters need.
 
-    `entries`: of the mapping table, under transformers' names. `module_names`: all of transformers' model. `unused`:
-    parameters of transformers' model that do not change its output, such as those of tower layers after the feature
-    layer, by all their names. `is_tied`: embedding and output layer are one.
+    `expert_tensors`: matrices of all experts of a layer. `entries`: of the mapping table, under transformers' names.
+    `module_names`: all of transformers' model. `unused`: its parameters that do not change its output,
+    such as those of tower layers after the feature layer, by all their names. `is_tied`: embedding and output layer are
+    one.
     """
 
     linears: tuple[MegatronLinear, ...]
@@ -119,6 +123,7 @@ class ModelLayers:
     module_names: frozenset[str]
     unused: frozenset[str]
     is_tied: bool
+    expert_tensors: tuple[MegatronLinear, ...] = ()
 
     @property
     def parameter_aliases(self) -> dict[str, str]:
@@ -131,6 +136,16 @@ class ModelLayers:
     def members(self) -> dict[str, HfLinear]:
         """Return Hugging Face's linear layers by name."""
         return {member.name: member for linear in self.linears for member in linear.members}
+
+    @property
+    def expert_members(self) -> dict[str, HfLinear]:
+        """Return the tensors of experts by name."""
+        return {member.name: member for tensor in self.expert_tensors for member in tensor.members}
+
+    @property
+    def adaptable(self) -> dict[str, HfLinear]:
+        """Return all that can have an adapter, by name."""
+        return self.members | self.expert_members
 
 
 def model_layers(hf: PretrainedConfig) -> ModelLayers:
@@ -177,7 +192,21 @@ def model_layers(hf: PretrainedConfig) -> ModelLayers:
         for i, x in enumerate(entry.hf_names)
     )
     unused = _unused(hf, names, state)
-    return ModelLayers(tuple(linears), parameters, here, frozenset(modules), unused, ties_embeddings(hf))
+    experts = tuple(
+        _expert_tensor(hf, entry, usual[name], state) for name, entry in here.items() if entry.shard.experts
+    )
+    return ModelLayers(tuple(linears), parameters, here, frozenset(modules), unused, ties_embeddings(hf), experts)
+
+
+def _expert_tensor(hf: PretrainedConfig, entry: Entry, usual: Entry, state: Mapping[str, HasShape]) -> MegatronLinear:
+    """Return a tensor of experts, which transformers' model holds fused. `usual`: the entry under the usual names."""
+    ((name,), (usual_name,)) = entry.hf_names, usual.hf_names
+    num_experts, outputs, inputs = state[name].shape
+    megatron = entry.megatron.removesuffix(WEIGHT)
+    part, key = megatron.partition(".")[0], _inside(usual_name, usual_names(hf))
+    chosen = hf.text_config.num_experts_per_tok
+    member = HfLinear(name, part, key, (name, usual_name), inputs, outputs, num_experts, chosen)
+    return MegatronLinear(megatron, entry, (member,))
 
 
 def _unused(hf: PretrainedConfig, names: HfNames, state: Mapping[str, HasShape]) -> frozenset[str]:

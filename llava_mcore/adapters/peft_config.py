@@ -28,7 +28,7 @@ KNOWN_KEYS = {
     *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias"),
     *("use_rslora", "use_dora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern"),
     *("rank_pattern", "alpha_pattern", "megatron_config", "megatron_core", "loftq_config", "qalora_group_size"),
-    *("eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+    *("target_parameters", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
 }
 """Keys that are read here, or that only say how an adapter was initialized or is stored. Others must be empty."""
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -55,7 +55,9 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
     shapes = {name: tuple(tensors[key].shape) for name, key in names.items()}
     lora_ranks = {name.removesuffix(LORA_A): shape[0] for name, shape in shapes.items() if name.endswith(LORA_A)}
     errors = _not_supported(config)
-    errors += [_cannot_adapt(name, layers) for name in lora_ranks if name not in layers.members]
+    errors += [_cannot_adapt(name, layers) for name in lora_ranks if name not in layers.adaptable]
+    errors += _other_experts(config, lora_ranks, layers)
+    lora_ranks |= {name: r // x.experts for name, x in layers.expert_members.items() if (r := lora_ranks.get(name))}
     if not lora_ranks:
         errors.append(f"{WEIGHTS} holds no LoRA")
     plan = None if errors else _plan(config, name, lora_ranks, layers, is_trained=is_trained)
@@ -64,6 +66,19 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
     if plan is None or errors:
         raise ConversionError(problems(f"{folder} cannot be used with this model", errors))
     return plan
+
+
+def _other_experts(config: Mapping[str, Any], rows: Mapping[str, int], layers: ModelLayers) -> list[str]:
+    """Return what says that an adapter is of a model with another number of experts. `rows`: of every A."""
+    ranks, errors = _literal(config.get("rank_pattern") or {}), []
+    for name, member in layers.expert_members.items():
+        lora_rank = int(_by_pattern(ranks, name, config.get("r") or 8))
+        if name in rows and rows[name] != lora_rank * member.experts:
+            errors.append(
+                f"{name}: its {rows[name]} rows at rank {lora_rank} are those of {rows[name] / lora_rank:g} experts, "
+                f"and this model has {member.experts}"
+            )
+    return errors[:1]  # all layers have as many
 
 
 def _cannot_adapt(name: str, layers: ModelLayers) -> str:
@@ -87,7 +102,7 @@ def _plan(
     modules = tuple(_modules_to_save(config.get("modules_to_save") or (), layers))
     return LoraSettings(
         name=name,
-        lora_ranks={module: lora_ranks[module] for module in layers.members if module in lora_ranks},
+        lora_ranks={module: lora_ranks[module] for module in layers.adaptable if module in lora_ranks},
         alphas={module: float(_by_pattern(patterns, module, default)) for module in lora_ranks},
         dropout=float(config.get("lora_dropout") or 0.0),
         dora=bool(config.get("use_dora")),
@@ -170,6 +185,7 @@ def peft_config(
         "lora_alpha": _as_integer(alpha),
         "lora_dropout": plan.dropout,
         "target_modules": target_modules(plan, layers),
+        "target_parameters": [name for name in plan.lora_ranks if name in layers.expert_members] or None,
         "rank_pattern": {name: r for name, r in plan.lora_ranks.items() if r != plan.usual_lora_rank},
         "alpha_pattern": {name: _as_integer(x) for name, x in plan.alphas.items() if x != alpha},
         "bias": plan.bias,
@@ -183,15 +199,16 @@ def peft_config(
 
 def target_modules(plan: LoraSettings, layers: ModelLayers) -> list[str]:
     """Return names by which PEFT finds exactly the adapted layers: their last parts, if no other module has these."""
-    ends = sorted({name.rpartition(".")[2] for name in plan.lora_ranks})
+    adapted = [name for name in plan.lora_ranks if name in layers.members]
+    ends = sorted({name.rpartition(".")[2] for name in adapted})
     matched = {name for name in layers.module_names if name.rpartition(".")[2] in ends}
     saved = tuple(f"{name}." for name in plan.modules_to_save)
     exact = (
-        {name for name in matched if not f"{name}.".startswith(saved)} == plan.lora_ranks.keys()
+        {name for name in matched if not f"{name}.".startswith(saved)} == set(adapted)
         if saved
-        else (matched == plan.lora_ranks.keys())
+        else (matched == set(adapted))
     )
-    return ends if exact else list(plan.lora_ranks)
+    return ends if exact else adapted
 
 
 def _as_integer(value: float) -> float | int:

@@ -15,6 +15,8 @@ PREFIX = "base_model.model."
 LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 BASE_LAYER = ".base_layer."
 """Between the name of an adapted layer and its own weight or bias."""
+_WRAPPED = {".experts.base_layer": ".experts.gate_up_proj", ".experts": ".experts.down_proj"}
+"""Where PEFT has the adapters of the two tensors of experts: it wraps their module once for each, in this order."""
 _PICKLED = "adapter_model.bin"
 
 
@@ -37,7 +39,7 @@ def names_in_folder(tensors: Mapping[str, TensorInfo], layers: ModelLayers) -> d
     features LLaVA does not use.
     """
     modules = aliases(layers) | layers.parameter_aliases
-    names = {key: key.removeprefix(PREFIX).replace(BASE_LAYER, ".") for key in tensors}
+    names = {key: without_wrappers(key) for key in tensors}
     inner, full_prefix = _prefixes(names, tensors, layers)
     names_by_model_name = {}
     for key, short in names.items():
@@ -50,13 +52,31 @@ def names_in_folder(tensors: Mapping[str, TensorInfo], layers: ModelLayers) -> d
     return names_by_model_name
 
 
+def without_wrappers(key: str) -> str:
+    """Return a tensor's name as if PEFT wrapped no modules."""
+    name = key.removeprefix(PREFIX)
+    for end in (LORA_A, LORA_B):
+        for wrapped, tensor in _WRAPPED.items():
+            if name.endswith(wrapped + end):
+                return name.removesuffix(wrapped + end) + tensor + end
+    return name.replace(BASE_LAYER, ".")
+
+
+def factor_name(name: str, end: str) -> str:
+    """Return the name in a folder of one factor of an adapter. `name`: of the layer, or of the tensor of experts."""
+    for wrapped, tensor in _WRAPPED.items():
+        if name.endswith(tensor):
+            return PREFIX + name.removesuffix(tensor) + wrapped + end
+    return PREFIX + name + end
+
+
 def _prefixes(names: Mapping[str, str], tensors: Mapping[str, TensorInfo], layers: ModelLayers) -> tuple[str, str]:
     """Return which beginning of the adapter's names to replace, and by what: nothing, unless it is of a part alone.
 
     Args:
         names: of `tensors`, without PEFT's prefix.
     """
-    known, members = aliases(layers), layers.members
+    known, members = aliases(layers), layers.adaptable
     shapes = {name.removesuffix(LORA_A): tensors[key].shape for key, name in names.items() if name.endswith(LORA_A)}
     if not shapes or all(name in known or name + WEIGHT in layers.unused for name in shapes):
         return "", ""
@@ -77,14 +97,14 @@ def _prefixes(names: Mapping[str, str], tensors: Mapping[str, TensorInfo], layer
 
 def aliases(layers: ModelLayers) -> dict[str, str]:
     """Map every name that a linear layer has in files to its name in transformers' model."""
-    members = layers.members
+    members = layers.adaptable
     named = {alias: name for name, member in members.items() for alias in member.aliases}
     return named | {name: name for name in members}
 
 
 def expected_tensors(plan: LoraSettings, layers: ModelLayers) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that an adapter has, by its name in transformers' model."""
-    trained, members = trained_parameters(plan, layers), layers.members
+    trained, members = trained_parameters(plan, layers), layers.adaptable
     shapes = {x.name: x.shape for x in layers.parameters if trained[x.megatron]}
     for name in plan.lora_ranks:
         shapes[f"{name}{LORA_A}"], shapes[f"{name}{LORA_B}"] = plan.factor_shapes(members[name])

@@ -44,8 +44,8 @@ class LoraSettings:
         return most_common(self.lora_ranks.values())
 
     def factor_shapes(self, linear: HfLinear) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the shapes of A and B on a layer of transformers' model."""
-        lora_rank = self.lora_ranks[linear.name]
+        """Return the shapes of A and B on a layer of transformers' model, of all experts if it is a tensor of them."""
+        lora_rank = self.lora_ranks[linear.name] * max(1, linear.experts)
         return (lora_rank, linear.inputs), (linear.outputs, lora_rank)
 
     def scaling(self, module: str) -> float:
@@ -79,7 +79,7 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
         "vision_projection": adapter.projection_r,
     }
     chosen: dict[str, int] = {}
-    for target in adapter.targets:
+    for target in adapter.targets if any(of_parts.values()) else ():
         members = layers.members if target == ALL_LINEAR else _matching(target, layers.members)
         free = {name: of_parts[layers.members[name].part] for name in members if not _inside(name, modules)}
         with_lora_rank = {name: lora_rank for name, lora_rank in free.items() if lora_rank is not None}
@@ -92,11 +92,15 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
             errors.append(
                 f"{_RANK_KEYS[part]} {lora_rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part"
             )
+    if adapter.expert_r is not None:
+        chosen |= dict.fromkeys(layers.expert_members, adapter.expert_r)
+        if not layers.expert_members:
+            errors.append("adapter.expert_r: the model has no experts")
     if errors:
         raise ConfigError(problems("this model cannot get such an adapter", errors))
     return LoraSettings(
         name=adapter.name,
-        lora_ranks={name: chosen[name] for name in layers.members if name in chosen},
+        lora_ranks={name: chosen[name] for name in layers.adaptable if name in chosen},
         alphas=dict.fromkeys(chosen, float(adapter.alpha)),
         dropout=adapter.dropout,
         dora=adapter.dora,

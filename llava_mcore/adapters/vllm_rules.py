@@ -68,6 +68,8 @@ def vllm_problems(config: Mapping[str, Any]) -> list[str]:
         errors.append(f"{modules} were trained in full (modules_to_save), which vLLM refuses")
     if config.get("bias", "none") != "none":
         errors.append(f"biases were trained (bias = {config['bias']!r}), which vLLM does not read")
+    if config.get("target_parameters"):
+        errors.append("it adapts experts (target_parameters), which vLLM does not read")
     # Limits of rank and scale.
     if vllm_rank(config) > _MAX_LORA_RANKS[-1]:
         errors.append(f"its rank is {vllm_rank(config)}, and vLLM's --max-lora-rank is at most {_MAX_LORA_RANKS[-1]}")

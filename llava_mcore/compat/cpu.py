@@ -56,6 +56,8 @@ class _NoStream:
 
     def synchronize(self) -> None: ...
 
+    def wait(self, stream: object = None) -> None: ...
+
 
 _OPTIMIZERS = ("transformer_engine", "apex")
 """Packages whose optimizers megatron-core uses in place of torch's."""

@@ -12,8 +12,10 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from llava_mcore.compat.megatron_fsdp import OwnShard, ShardedModel, own_shards
 from llava_mcore.compat.required import replace_name, required
 
 
@@ -68,6 +70,9 @@ def update_unless(optimizer: MegatronOptimizer, refused: Callable[[float], bool]
 
 def own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int, int]]:
     """Yield every parameter of which this rank holds a part, with the part's start and end (exclusive)."""
+    if is_fully_sharded(optimizer):
+        yield from ((shard.parameter, shard.start, shard.stop) for shard in _trained_shards(optimizer))
+        return
     for ranges_by_type in required(optimizer, "gbuf_ranges"):
         for buckets in ranges_by_type.values():
             for bucket in buckets:
@@ -75,20 +80,57 @@ def own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Parameter, int
                     yield param, ranges["param"].start, ranges["param"].end
 
 
+def is_fully_sharded(optimizer: DistributedOptimizer) -> bool:
+    """Return whether the optimizer's parameters are distributed tensors of fully sharded data parallelism."""
+    return bool(required(optimizer, "ddp_config").use_megatron_fsdp)
+
+
+def _trained_shards(optimizer: DistributedOptimizer) -> Iterator[OwnShard]:
+    chunks: list[ShardedModel] = required(optimizer, "model_chunks")
+    return (shard for chunk in chunks for shard in own_shards(chunk) if shard.parameter.requires_grad)
+
+
+def replica_of(optimizer: DistributedOptimizer) -> int:
+    """Return the number of this rank among the data-parallel ranks that hold the same parts."""
+    return required(optimizer, "model_chunks")[0].replica_rank if is_fully_sharded(optimizer) else 0
+
+
 def own_part(optimizer: DistributedOptimizer, param: Parameter) -> Parameter:
     """Return this rank's part of a parameter, which the inner optimizer updates."""
+    if is_fully_sharded(optimizer):
+        return required(optimizer, "model_chunks")[0].optimized[param]
     group, index = required(optimizer, "model_param_group_index_map")[param]
     return optimizer.optimizer.param_groups[group]["params"][index]
 
 
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, which may be distributed."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def weights_and_moments(optimizer: DistributedOptimizer, param: Parameter) -> dict[str, Tensor]:
     """Return this rank's part of a parameter's fp32 weights ("param") and moments, flattened."""
+    if is_fully_sharded(optimizer):
+        part = own_part(optimizer, param)
+        state = optimizer.optimizer.state[part]
+        tensors = {"param": part, **{name: state[name] for name in optimizer.optimizer_state_keys}}
+        return {name: on_this_rank(x.detach()).view(-1) for name, x in tensors.items()}
     return required(optimizer, "_get_main_param_and_optimizer_states")(param)
 
 
 def set_weights_and_moments(optimizer: DistributedOptimizer, param: Parameter, tensors: dict[str, Tensor]) -> None:
     """Inverse of `weights_and_moments`."""
+    if is_fully_sharded(optimizer):
+        for name, own in weights_and_moments(optimizer, param).items():
+            own.copy_(tensors[name])
+        return
     required(optimizer, "_set_main_param_and_optimizer_states")(param, tensors)
+
+
+def create_moments(optimizer: DistributedOptimizer) -> None:
+    """Create the moments of a fully sharded optimizer that has had no update."""
+    create = required(optimizer, "init_state_fn")
+    create(optimizer.optimizer, optimizer.config)
 
 
 def hand_state_to_parts(optimizer: HybridDeviceOptimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, get_args
@@ -57,7 +57,8 @@ def load_run_config(
     errors: list[str] = []
     # The file, in our form or as command lines of another trainer.
     if config_file is not None:
-        settings, refused = _settings(config_file)
+        typed = {text.partition("=")[0].strip() for text in overrides} | set(flags or {})
+        settings, refused = _settings(config_file, typed)
         errors += refused
         for dotted, value, source in settings:
             _put(values, origin, dotted, value, source)
@@ -84,14 +85,14 @@ def load_run_config(
 
 def settings_of_file(config_file: Path) -> list[tuple[str, Any]]:
     """Return (dotted key, value) of what a valid file sets, in our form or in that of another trainer."""
-    return [(dotted, value) for dotted, value, _ in _settings(config_file)[0]]
+    return [(dotted, value) for dotted, value, _ in _settings(config_file, ())[0]]
 
 
-def _settings(config_file: Path) -> tuple[list[tuple[str, Any, str]], list[str]]:
+def _settings(config_file: Path, typed: Collection[str]) -> tuple[list[tuple[str, Any, str]], list[str]]:
     """Return (dotted key, value, origin) of what a file sets, and what of another trainer's list is refused."""
     content = read_config_file(config_file)
     if isinstance(content, list):
-        translated, refused = translate(content, config_file)
+        translated, refused = translate(content, config_file, typed)
         return [
             (dotted, value, f"{trainer_key} in {config_file}") for dotted, value, trainer_key in translated
         ], refused

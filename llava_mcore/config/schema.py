@@ -100,6 +100,12 @@ class ParallelConfig(Section):
     small, and whole ones are faster."""
     use_distributed_optimizer: Annotated[bool, Flag("--dist-optim")] = False
     """Divide the optimizer's state over the data-parallel ranks."""
+    fsdp: Annotated[Literal["none", "optim", "optim_grads", "optim_grads_params"], Flag("--fsdp")] = "none"
+    """Fully sharded data parallelism: divide over model replicas the optimizer's state, as --dist-optim does (optim),
+    the gradients too (optim_grads), and the weights (optim_grads_params)."""
+    hsdp_replicas: Annotated[Parts, Flag("--hsdp"), Needs("parallel.fsdp", other_than="none", words="--fsdp")] = 1
+    """With --fsdp, groups of model replicas that each hold all shards: weights are gathered within a group, gradients
+    are added up between groups too."""
     overlap_grad_reduce: bool = True
     """On GPUs, reduce gradients over the data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = True
@@ -111,6 +117,16 @@ class ParallelConfig(Section):
     def replica_size(self) -> int:
         """Processes of a model replica."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether data-parallel ranks hold parts of the optimizer's state."""
+        return self.use_distributed_optimizer or self.fsdp != "none"
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether data-parallel ranks hold parts of the weights, and gather them for each pass."""
+        return self.fsdp == "optim_grads_params"
 
 
 class RunConfig(Section):

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adapter_record import Base, read_base, read_plans
 from llava_mcore.adapters.attach import attach_adapters
+from llava_mcore.adapters.expert_factors import ExpertFactors
 from llava_mcore.adapters.factors import CHILD, is_adapter, load_adapters
-from llava_mcore.adapters.linear_layers import WEIGHT, ModelLayers, model_layers
+from llava_mcore.adapters.linear_layers import WEIGHT, HfLinear, ModelLayers, model_layers
 from llava_mcore.adapters.lora import Factors
-from llava_mcore.adapters.peft_tensors import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX
+from llava_mcore.adapters.peft_tensors import BASE_LAYER, LORA_A, LORA_B, MAGNITUDE, PREFIX, factor_name
 from llava_mcore.adapters.targets import LoraSettings, own_parameters
 from llava_mcore.checkpoint.dist import stored_tensors
 from llava_mcore.checkpoint.layout import hf_folder
@@ -103,8 +104,8 @@ class CheckpointAdapters:
         tensors_by_name = {}
         for name in plan.lora_ranks:
             matrices = self._matrices(plan, name)
-            tensors_by_name[PREFIX + name + LORA_A] = matrices.A
-            tensors_by_name[PREFIX + name + LORA_B] = matrices.B * factors[name]
+            tensors_by_name[factor_name(name, LORA_A)] = matrices.A
+            tensors_by_name[factor_name(name, LORA_B)] = matrices.B * factors[name]
             if matrices.magnitude is not None:
                 tensors_by_name[PREFIX + name + MAGNITUDE] = matrices.magnitude
         for parameter, tensors in self._own_tensors(plan).items():
@@ -124,10 +125,28 @@ class CheckpointAdapters:
                 adapters = [self._matrices(plan, member.name) for plan in self.plans if member.name in plan.lora_ranks]
                 if adapters:
                     yield name, merged(weights.get(name), adapters)
+        yield from self._merged_experts(weights, table)
         own_tensors = {name: tensors for plan in self.plans for name, tensors in self._own_tensors(plan).items()}
         for parameter, tensors in own_tensors.items():
             names = table.entries[parameter].hf_names
             yield from ((name, x.to(weights.where(name).dtype)) for name, x in zip(names, tensors, strict=True))
+
+    def _merged_experts(self, weights: HfFolder, table: MappingTable) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of experts that adapters have changed, in the form that the folder has them in."""
+        for tensor in self.layers.expert_tensors:
+            (member,) = tensor.members
+            plans = [plan for plan in self.plans if member.name in plan.lora_ranks]
+            if not plans:
+                continue
+            entry = table.entries[tensor.name + WEIGHT]
+            stacked = entry.to_megatron({name: weights.get(name) for name in entry.hf_names}).clone()
+            for plan in plans:
+                factors = self._factors(plan, member)
+                assert isinstance(factors, ExpertFactors)
+                # As PEFT computes it, to the bit.
+                delta = torch.einsum("o r e, e r i -> e o i", factors.lora_B.permute(1, 2, 0), factors.lora_A)
+                stacked += delta * plan.scaling(member.name)
+            yield from zip(entry.hf_names, entry.layout.to_hf(stacked), strict=True)
 
     def _own_tensors(self, plan: LoraSettings) -> dict[str, tuple[Tensor, ...]]:
         """Return what an adapter has of the model itself: Megatron's name, and the Hugging Face tensors."""
@@ -139,13 +158,18 @@ class CheckpointAdapters:
         }
 
     def _matrices(self, plan: LoraSettings, name: str) -> Matrices:
-        member = self.layers.members[name]
-        factors = self.model.get_submodule(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
+        member = self.layers.adaptable[name]
+        factors = self._factors(plan, member)
+        if isinstance(factors, ExpertFactors):
+            return Matrices(*factors.to_peft(), plan.scaling(name))
         assert isinstance(factors, Factors)
         # Hugging Face's layers have no padding.
         A, B = factors.lora_A[:, : member.inputs], torch.cat(list(factors.lora_B))[: member.outputs]
         lengths = torch.cat(list(factors.magnitude))[: member.outputs] if plan.dora else None
         return Matrices(A, B, plan.scaling(name), lengths)
+
+    def _factors(self, plan: LoraSettings, member: HfLinear) -> nn.Module:
+        return self.model.get_submodule(f"{member.part}.{CHILD}.{plan.name}.{member.key}")
 
 
 def _allocate(model: VisionLanguageModel, own_names: Collection[str]) -> None:

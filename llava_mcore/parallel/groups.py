@@ -102,9 +102,14 @@ def initialize(
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int = 1,
+    sharding_replicas: int = 1,
     timeout_seconds: float = 600,
 ) -> Groups:
-    """Join the world that torchrun describes and build megatron-core's groups."""
+    """Join the world that torchrun describes and build megatron-core's groups.
+
+    Args:
+        sharding_replicas: groups of data-parallel ranks that each hold all shards of the model.
+    """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     # A group of n ranks on gloo has up to n - 1 sockets per rank. It opens them when they are first needed, else all at
     # once, with n² connections.
@@ -126,6 +131,7 @@ def initialize(
         context_parallel_size=context_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=sharding_replicas,
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
         create_gloo_process_groups=False,  # for a kind of optimizer checkpoint that is not used
     )

@@ -18,18 +18,20 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Adapter:
-    """Ranks of LoRA in the parts, 0: none. `targets`: of the decoder's linear layers, the ends of their names."""
+    """Ranks of LoRA in the parts, 0: none. `targets`: of the decoder's linear layers, the ends of their names.
+    `experts`: rank in each of the experts."""
 
     language: int = 0
     vision: int = 0
     projection: int = 0
     targets: tuple[str, ...] = ("all-linear",)
     quantize: Literal["none", "nf4", "fp8"] = "none"
+    experts: int = 0
 
     @property
     def is_on(self) -> bool:
         """Whether the model is frozen beside adapters."""
-        return bool(self.language or self.vision or self.projection)
+        return bool(self.language or self.vision or self.projection or self.experts)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         virtual=max(1, layers[0] // chunk) if chunk and pp > 1 else 1,
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         whole_towers=parallel.vision_data_parallel,
-        distributed_optimizer=parallel.use_distributed_optimizer,
+        distributed_optimizer=parallel.divides_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         state_bytes=in_device,
@@ -153,7 +155,12 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         trains_tower=not adapter.is_on and trains_tower(run),
         trains_projection=not adapter.is_on and trains_projection(run),
         adapter=Adapter(
-            adapter.r or 0, adapter.vision_r or 0, adapter.projection_r or 0, adapter.targets, adapter.quantize
+            adapter.r or 0,
+            adapter.vision_r or 0,
+            adapter.projection_r or 0,
+            adapter.targets,
+            adapter.quantize,
+            adapter.expert_r or 0,
         ),
         weight_bytes=_BYTES[training.precision or "bf16"],
         packing=run.data.packing,

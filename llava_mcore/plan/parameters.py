@@ -49,12 +49,13 @@ def stage_parameters(model: Model, layout: RunLayout, stage: int) -> StageParame
     small += decoder.hidden if last else 0
     tower = model.tower.parameters / (1 if layout.whole_towers else tp) if first else 0.0
     connector = model.connector.parameters / tp if first else 0.0
-    adapter = _adapter_parameters(model, layout, num_layers, first=first)
+    of_experts = _expert_adapters(model, layout, num_layers)
+    adapter = _adapter_parameters(model, layout, num_layers, first=first) + of_experts
     trained = adapter
     if not layout.adapter.is_on:
         trained += (layers + experts + small + ends) * layout.trains_language
         trained += tower * layout.trains_tower + connector * layout.trains_projection
-    of_experts = experts * (layout.trains_language and not layout.adapter.is_on)
+    of_experts += experts * (layout.trains_language and not layout.adapter.is_on)
     return StageParameters(layers, small, ends, tower, connector, adapter, trained, experts, of_experts)
 
 
@@ -85,6 +86,15 @@ def _adapter_parameters(model: Model, layout: RunLayout, num_layers: int, *, fir
         count += adapter.vision * tower.num_layers * of_layer
         count += adapter.projection * sum(x.inputs + x.outputs for x in model.connector.products)
     return count
+
+
+def _expert_adapters(model: Model, layout: RunLayout, num_layers: int) -> float:
+    """Return the parameters of adapters on a rank's experts."""
+    d, e = model.decoder, model.decoder.experts
+    if e is None:
+        return 0.0
+    of_expert = layout.adapter.experts * (2 * d.hidden + 3 * e.ffn)
+    return num_layers * d.sparse_share * e.count * of_expert / layout.ep
 
 
 def owned(layout: RunLayout, p: StageParameters) -> float:

@@ -122,7 +122,7 @@ def _decoder_layer(
     """Return both passes of one layer."""
     d, tp, tokens, fp8 = model.decoder, layout.tp, work.computed, layout.fp8 != "none"
     trained, lora = layout.trains_language, layout.adapter.language
-    flows = trained or lora > 0 or flows_below(layout, "language")
+    flows = trained or lora > 0 or layout.adapter.experts > 0 or flows_below(layout, "language")
 
     # Products.
     def product(inputs: float, outputs: float) -> float:

@@ -233,6 +233,7 @@ def _join_world(run: RunConfig) -> Groups:
         context_parallel_size=run.parallel.context_parallel_size,
         expert_model_parallel_size=run.parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
+        sharding_replicas=run.parallel.hsdp_replicas,
         timeout_seconds=run.faults.timeout,
     )
     seed_everything(run.training.seed)

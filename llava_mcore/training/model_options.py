@@ -18,7 +18,7 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.language.registry import language_family
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.optimization.optimizer import params_dtype
+from llava_mcore.training.optimization.data_parallel import params_dtype
 
 
 def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialize: bool) -> ModelOptions:

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.attention import Attention
 from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adaptation import AdapterSetup, adapter_setup_of
-from llava_mcore.adapters.attach import attach_adapters
-from llava_mcore.adapters.factors import load_adapters, load_peft_folder
-from llava_mcore.adapters.quantized import multiply_in_fp8, quantize_model
+from llava_mcore.adapters.factors import adapter_state
 from llava_mcore.checkpoint.choose_start import StartPoint
-from llava_mcore.checkpoint.dist import load_weights
-from llava_mcore.checkpoint.node_local import is_local, load_local_weights
+from llava_mcore.checkpoint.dist import model_state
+from llava_mcore.compat.megatron_fsdp import ShardedModel
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -35,9 +34,11 @@ from llava_mcore.parallel.random import seed_replicas
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.model_graphs import model_graphs
+from llava_mcore.training.load_model import load_adapted, load_checkpoint
 from llava_mcore.training.loss_terms import loss_terms
 from llava_mcore.training.model_options import model_options
-from llava_mcore.training.optimization.optimizer import TowerGradients, build_optimizer, data_parallel
+from llava_mcore.training.optimization.data_parallel import DataParallelModel, TowerGradients, data_parallel
+from llava_mcore.training.optimization.optimizer import build_optimizer
 from llava_mcore.training.optimization.schedule import build_scheduler
 
 logger = logging.getLogger(__name__)
@@ -48,13 +49,14 @@ class Trainer:
     """The model with its optimizer and schedule.
 
     chunks: this rank's model, wrapped. trained_parts: parts with trained parameters, on any rank. loaded_from: the
-    checkpoint whose weights it has begun with. loads: of a model with experts.
+    checkpoint whose weights it has begun with. loads: of a model with experts. whole_state: the state of the models
+    before their parameters were divided (--fsdp), whose values must not be read.
     """
 
     run: RunConfig
     groups: Groups
     hf: PretrainedConfig
-    chunks: Sequence[DistributedDataParallel]
+    chunks: Sequence[DataParallelModel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     trained_parts: frozenset[str]
@@ -62,6 +64,7 @@ class Trainer:
     adapter_setup: AdapterSetup | None = None
     graphs: Sequence[LayerGraphs] = ()
     loads: ExpertLoads | None = None
+    whole_state: ShardedStateDict | None = None
 
     @property
     def fields(self) -> Fields:
@@ -71,7 +74,15 @@ class Trainer:
     @property
     def models(self) -> list[VisionLanguageModel]:
         """Return the bare models, for checkpoints."""
+        for chunk in self.chunks:
+            if isinstance(chunk, ShardedModel):
+                chunk.use_whole_parameters()
         return [unwrap(chunk) for chunk in self.chunks]
+
+    @property
+    def replicas_run_together(self) -> bool:
+        """Whether a replica that runs one forward pass more than others would wait for them."""
+        return self.groups.replicas_share_experts or self.run.parallel.divides_weights
 
     @property
     def uses_dropout(self) -> bool:
@@ -115,6 +126,7 @@ def build_trainer(
         load_checkpoint(models, start.checkpoint, groups)
     # Data parallelism, optimizer and schedule.
     begin("building the optimizer")
+    whole_state = None if run.parallel.fsdp == "none" else saved_state(models, adapter_setup, is_loading=False)
     # The first chunk's buckets overlap with its own backward pass; those of the others with earlier chunks' passes.
     chunks = raise_together(
         groups, lambda: [data_parallel(run, groups, x, buckets=i == 0) for i, x in enumerate(models)]
@@ -139,7 +151,17 @@ def build_trainer(
         adapter_setup,
         graphs,
         ExpertLoads.of(models),
+        whole_state,
     )
+
+
+def saved_state(
+    models: Sequence[VisionLanguageModel], adapter_setup: AdapterSetup | None, *, is_loading: bool
+) -> ShardedStateDict:
+    """Return the sharded state of a rank's chunks; with adapters, of what belongs to them alone."""
+    if adapter_setup is None:
+        return model_state(models, is_loading=is_loading)
+    return adapter_state(models, adapter_setup.own_names, is_loading=is_loading)
 
 
 def _read_model(run: RunConfig, start: StartPoint) -> tuple[PretrainedConfig, AdapterSetup | None]:
@@ -149,10 +171,13 @@ def _read_model(run: RunConfig, start: StartPoint) -> tuple[PretrainedConfig, Ad
 
 
 def _build_optimizer(
-    run: RunConfig, models: Sequence[VisionLanguageModel], chunks: Sequence[DistributedDataParallel]
+    run: RunConfig, models: Sequence[VisionLanguageModel], chunks: Sequence[DataParallelModel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build the optimizer and schedule of the model's chunks; a collective call."""
     optimizer = build_optimizer(run, chunks)
+    for chunk in chunks:
+        if isinstance(chunk, ShardedModel):
+            chunk.use_whole_parameters()
     scheduler = build_scheduler(run, optimizer)
     no_sync = [chunk.no_sync for chunk in chunks]
     divides = run.parallel.vision_data_parallel
@@ -162,56 +187,6 @@ def _build_optimizer(
         model.config.grad_scale_func = optimizer.scale_loss
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer, scheduler
-
-
-def load_checkpoint(models: Sequence[VisionLanguageModel], checkpoint: Path, groups: Groups) -> None:
-    """Fill every parameter from a checkpoint; a collective call."""
-
-    def load() -> None:
-        if is_local(checkpoint):
-            load_local_weights(models, checkpoint, groups.rank)
-        else:
-            load_weights(models, checkpoint, groups.data_parallel)
-
-    raise_together(groups, load)
-
-
-def load_adapted(
-    models: Sequence[VisionLanguageModel],
-    adapter_setup: AdapterSetup,
-    groups: Groups,
-    *,
-    quantize: str,
-    multiplies_in_fp8: bool,
-    seed: int,
-) -> None:
-    """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
-    # The base first: what is quantized are its weights.
-    load_checkpoint(models, adapter_setup.base.folder, groups)
-    if quantize != "none" and multiplies_in_fp8:
-        raise_together(groups, lambda: multiply_in_fp8(models, adapter_setup.layers))
-    elif quantize != "none":
-        raise_together(groups, lambda: quantize_model(models, adapter_setup.layers, quantize, groups))
-
-    def attach() -> None:
-        for model in models:
-            attach_adapters(
-                model,
-                adapter_setup.plans,
-                adapter_setup.layers,
-                tp_size=groups.tp_size,
-                tp_rank=groups.tp_rank,
-                seed=seed,
-            )
-        for plan in adapter_setup.plans:
-            if plan.name in adapter_setup.folders:
-                load_peft_folder(models, adapter_setup.folders[plan.name], plan, adapter_setup.layers, groups)
-
-    raise_together(groups, attach)
-    # Adapters that a run has saved, if it starts from such a checkpoint.
-    checkpoint = adapter_setup.checkpoint
-    if checkpoint is not None:
-        raise_together(groups, lambda: load_adapters(models, checkpoint, adapter_setup.own_names, groups.rank))
 
 
 def build_models(
@@ -239,10 +214,11 @@ def build_models(
     # What depends on the run, and not on the model alone.
     for model in models:
         set_trained(model, trained)
-        if options.transformer_impl == "transformer_engine":
+        has_sum = run.parallel.fsdp == "none"  # of gradients over micro-batches, whole and all the time
+        if options.transformer_impl == "transformer_engine" and has_sum:
             fuse_weight_gradients(model)
         if model.post_process:  # with fp16 the gradient of the loss is its scale
-            model.language_model.output_layer.adds_to_main_grad = options.params_dtype != torch.float16
+            model.language_model.output_layer.adds_to_main_grad = has_sum and options.params_dtype != torch.float16
             model.language_model.output_layer.terms = loss_terms(run)
         for router in (x for x in model.modules() if isinstance(x, Router)):
             router.losses = RouterLosses(run.router.aux_loss_coef, run.router.z_loss_coef)

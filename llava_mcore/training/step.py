@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -26,6 +25,7 @@ from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.logs.expert_loads import ExpertTokens, load_sums
 from llava_mcore.training.logs.metrics_file import DEVICE_SUMS
 from llava_mcore.training.loss_terms import LOSS_TERMS
+from llava_mcore.training.optimization.data_parallel import DataParallelModel
 
 LOSS = "loss"
 """Name of the summed cross-entropy and the number of trained tokens in a report."""
@@ -83,7 +83,7 @@ def forward_step(
 
 
 def forward_backward(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[DataParallelModel],
     batches: SharedStep,
     *,
     forward_only: bool = False,
@@ -115,7 +115,7 @@ def forward_backward(
 
 def train_step(
     groups: Groups,
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[DataParallelModel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     batches: SharedStep,

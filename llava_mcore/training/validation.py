@@ -24,6 +24,7 @@ from llava_mcore.parallel.share import share_step
 from llava_mcore.parallel.together import raise_listed
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import SkipBudget
+from llava_mcore.training.optimization.data_parallel import gathers_ahead
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import LOSS, forward_backward
 
@@ -166,7 +167,7 @@ class Validator:
     def _num_passes(self, per_replica: Sequence[int]) -> int:
         """Return how many micro-batches this replica runs, some of them fillers."""
         groups = self.trainer.groups
-        count = max(per_replica) if groups.replicas_share_experts else per_replica[groups.dp_rank]
+        count = max(per_replica) if self.trainer.replicas_run_together else per_replica[groups.dp_rank]
         # An interleaved schedule needs a multiple of the number of stages.
         return self.most_batches if count and self._is_interleaved else count
 
@@ -175,7 +176,7 @@ class Validator:
         collective call if one has none at all, and gets that of another."""
         groups, fields = self.trainer.groups, self.trainer.fields
         filler = without_loss(fill_rows(batches[0], self.micro_batch_size), fields) if batches else None
-        if min(per_replica) or not groups.replicas_share_experts:
+        if min(per_replica) or not self.trainer.replicas_run_together:
             return filler
         source = next(index for index, count in enumerate(per_replica) if count)
         sent = replace(filler, media={k: x.clone() for k, x in filler.media.items()}) if filler is not None else None
@@ -232,7 +233,7 @@ def without_side_effects(trainer: Trainer) -> Iterator[None]:
     scaled = [module for model in trainer.models for module in scaled_modules(model).values()]
     saved_scales = [module.get_fp8_meta_tensors() for module in scaled]
     for chunk in trainer.chunks:
-        if chunk.ddp_config.overlap_param_gather:
+        if gathers_ahead(chunk):
             chunk.start_param_sync(force_sync=True)
         chunk.set_is_first_microbatch()  # with FP8: convert the weights again, which the last step has changed
         chunk.eval()

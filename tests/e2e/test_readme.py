@@ -73,6 +73,19 @@ def test_readme_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_another_trainers_configuration_runs_as_it_is(tmp_path: Path) -> None:
+    """docs/hf_configs.md: one epoch, two samples at a time."""
+    page = (ROOT / "docs" / "hf_configs.md").read_text(encoding="utf-8")
+    with warm_python() as python:
+        run_commands(shell_blocks(page), tmp_path, python=str(python))
+    metrics = read_metrics(tmp_path / "output" / "test_run")
+    assert sum(line["num_conversations"] for line in metrics) >= 24
+    assert max(line["lr"] for line in metrics) == pytest.approx(5e-5) and metrics[-1]["loss"] < 8
+    assert (tmp_path / "output" / "test_run" / "wandb").is_dir()
+    assert (tmp_path / "trained" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
 def test_a_tiny_model_goes_all_the_way(tmp_path: Path) -> None:
     """docs/try.md as it is: at the end the model knows the color."""
     page = (ROOT / "docs" / "try.md").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from llava_mcore.parallel.groups import Groups, initialize
 from llava_mcore.parallel.random import seed_everything
 
 
-def join(tp: int, pp: int, ep: int = 1, etp: int = 1, cp: int = 1) -> Groups:
+def join(tp: int, pp: int, ep: int = 1, etp: int = 1, cp: int = 1, replicas: int = 1) -> Groups:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -31,6 +31,7 @@ def join(tp: int, pp: int, ep: int = 1, etp: int = 1, cp: int = 1) -> Groups:
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        sharding_replicas=replicas,
         timeout_seconds=60,
     )
     seed_everything(1)

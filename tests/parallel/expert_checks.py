@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from llava_mcore.checkpoint.layout import latest_checkpoint
+from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.models.language.experts import Experts
 from llava_mcore.models.trainable import count_parameters
@@ -34,6 +34,13 @@ TEXT_ONLY = frozenset({1, 3})
 MICRO_BATCH = 2
 ON_OWN_DISKS = {(2, 1, 2, 1), (2, 2, 2, 1)}
 """Layouts that also save on the nodes' own disks, in the background."""
+WITH_ADAPTERS: dict[Layout, tuple[str, ...]] = {
+    (1, 1, 1, 1): ("experts", "dora"),
+    (1, 1, 2, 1): ("experts",),
+    (2, 1, 2, 1): ("experts", "dora"),
+    (2, 2, 2, 1): ("experts",),
+}
+"""Layouts that also train adapters, and their kinds: LoRA on experts and attention, DoRA on attention."""
 COEFFICIENTS = {"aux_loss_coef": 0.2, "z_loss_coef": 0.05}
 TERMS: dict[str, Any] = {f"router.{key}": value for key, value in COEFFICIENTS.items()}
 
@@ -103,6 +110,10 @@ def one_layout(
         chunks = {"parallel.num_layers_per_virtual_pipeline_stage": 1, "training.micro_batch_size": 1}
         interleaved = configure(groups, checkpoint, save_dir, **chunks)
         found["interleaved"] = curve(groups, interleaved, TEXT_ONLY, most_steps=2)
+    if layout in WITH_ADAPTERS:
+        found["adapters"] = {
+            kind: trained_adapter(groups, checkpoint, save_dir, kind) for kind in WITH_ADAPTERS[layout]
+        }
     if layout in ON_OWN_DISKS:
         found["own disk"] = saved_on_own_disk(groups, checkpoint, save_dir)
     # Saved after some steps; what follows is the same when it is resumed.
@@ -182,6 +193,23 @@ def resumed(groups: Groups, checkpoint: str, save_dir: str, name: str, **flags: 
     progress, _ = resume(trainer)
     assert progress.iteration == STEPS
     return train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, STEPS))
+
+
+def trained_adapter(groups: Groups, checkpoint: str, save_dir: str, kind: str) -> tuple[list[float], list[float]]:
+    """Return the losses of a run of adapters that saves after some steps, and those after resuming it."""
+    flags: dict[str, Any] = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.dora": kind == "dora"}
+    flags |= {"adapter.expert_r": 2} if kind == "experts" else {}
+    flags |= {"model.freeze_vision_model": True, "optimizer.projection_lr": None}
+    layout = "-".join(map(str, (groups.tp_size, groups.pp_size, groups.ep_size)))
+    run = configure(groups, checkpoint, save_dir, name=f"{kind}-{layout}", **flags)
+    trainer = make_trainer(groups, run)
+    loader = open_fake_loader(groups, trainer, run, 0)
+    begun = train_steps(groups, trainer, run, loader)
+    state = None if loader is None else loader.state()
+    companions = hf_folder(latest_checkpoint(Path(checkpoint))[0])
+    save_checkpoint(trainer, TrainingProgress(STEPS, STEPS * GLOBAL_BATCH), companions, state)
+    losses = begun + train_steps(groups, trainer, run, loader)
+    return losses, resumed(groups, checkpoint, save_dir, run.name, **flags)
 
 
 def saved_on_own_disk(groups: Groups, checkpoint: str, save_dir: str) -> tuple[list[float], list[float]]:

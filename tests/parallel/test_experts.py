@@ -12,14 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llava_mcore.adapters.linear_layers import model_layers
+from llava_mcore.adapters.peft_config import plan_of_folder
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.errors import ConversionError
 from llava_mcore.media.batch_fields import PIXEL_VALUES
+from llava_mcore.models.architectures.hf_config import load_hf_config
 from tests.helpers.batches import LENGTH, micro_batch
+from tests.helpers.peft_models import make_peft_folder
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel import expert_checks
-from tests.parallel.expert_checks import COEFFICIENTS, MICRO_BATCH, TEXT_ONLY, Layout
+from tests.parallel.expert_checks import COEFFICIENTS, MICRO_BATCH, TEXT_ONLY, WITH_ADAPTERS, Layout
+from tests.parallel.test_adapters import check_export
 from tests.parallel.training_checks import GLOBAL_BATCH
 
 LAYOUTS: dict[Layout, int] = {
@@ -36,6 +42,7 @@ LAYOUTS: dict[Layout, int] = {
 ONE: Layout = (1, 1, 1, 1)
 NUM_VALIDATION = (1, 11)
 """Numbers of validation samples: two replicas have different numbers of micro-batches, or one has none."""
+BOTH_TENSORS = ["experts.gate_up_proj", "experts.down_proj"]
 Found = dict[Layout, list[dict[str, Any]]]
 
 
@@ -46,9 +53,14 @@ def expected_logits() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, expected_logits: dict[str, torch.Tensor]) -> Found:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, expected_logits: dict[str, torch.Tensor]) -> Found:
     """What every rank has found at every layout."""
-    root = tmp_path_factory.mktemp("experts")
+    root = folder
     model = make_hf_llava(root / "hf", text="qwen3_moe")
     import_hf(root / "hf", root / "megatron")
     batch = micro_batch(model.config, list(range(GLOBAL_BATCH)), set(TEXT_ONLY))
@@ -149,6 +161,38 @@ def test_training_gives_the_same_numbers(results: Found, layout: Layout) -> None
         assert terms[name] == pytest.approx(reference["with terms"][name], rel=1e-5)
     assert reference["losses"][2] < reference["losses"][0]
     assert here["parameters"] == reference["parameters"], "each expert is counted once"
+
+
+@pytest.mark.parametrize("layout", WITH_ADAPTERS, ids=str)
+def test_adapters(results: Found, layout: Layout) -> None:
+    """Adapters of attention and of MLPs among experts are the same at every layout, and resumed bit for bit."""
+    for rank in results[layout]:
+        for kind, (losses, resumed) in rank["adapters"].items():
+            reference, _ = results[ONE][0]["adapters"][kind]
+            assert losses == pytest.approx(reference, rel=1e-5), kind
+            assert resumed == losses[2:], kind
+            assert losses[2] < losses[0], kind
+
+
+def test_adapters_of_experts_are_those_of_peft(results: Found, folder: Path) -> None:
+    """Trained where two processes divide the experts: PEFT's logits, and its merge to the bit."""
+    assert results
+    check_export(folder / "hf", folder / "save" / "experts-2-1-2", folder)
+
+
+def test_an_adapter_of_another_number_of_experts(results: Found, folder: Path) -> None:
+    assert results
+    given: dict[str, Any] = {"r": 2, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
+    make_hf_llava(folder / "other", text="qwen3_moe", text_overrides={"num_experts": 4})
+    make_peft_folder(folder / "other", folder / "of-four", **given | {"target_parameters": BOTH_TENSORS})
+    layers = model_layers(load_hf_config(folder / "hf"))
+    with pytest.raises(
+        ConversionError, match=r"gate_up_proj: its 8 rows at rank 2 are those of 4 experts, and .* has 8"
+    ):
+        plan_of_folder(folder / "of-four", "default", layers, is_trained=True)
+    make_peft_folder(folder / "hf", folder / "one-tensor", **given)
+    with pytest.raises(ConversionError, match=r"down_proj\.lora_A\.weight is .*, expected"):
+        plan_of_folder(folder / "one-tensor", "default", layers, is_trained=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -15,8 +15,9 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     adapter, model = run.adapter, run.model
     if not adapter.is_on:
         return
-    if adapter.load is not None and any((adapter.r, adapter.vision_r, adapter.projection_r)):
-        yield "adapter.load takes the rank from its folder: omit --lora-r, adapter.vision_r and adapter.projection_r"
+    if adapter.load is not None and any((adapter.r, adapter.vision_r, adapter.projection_r, adapter.expert_r)):
+        keys = "--lora-r, adapter.vision_r, adapter.projection_r and adapter.expert_r"
+        yield f"adapter.load takes the rank from its folder: omit {keys}"
     for folder in (adapter.load, *adapter.frozen):
         if folder is not None and not (folder / "adapter_config.json").is_file():
             yield f"{folder}: no adapter_config.json; expected a folder that PEFT or export-hf has written"

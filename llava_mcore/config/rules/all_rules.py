@@ -14,6 +14,7 @@ from llava_mcore.config.rules.context import check_context, check_context_model
 from llava_mcore.config.rules.delta_nets import FP8_MULTIPLE, check_delta_nets
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.experts import check_experts
+from llava_mcore.config.rules.fully_sharded import check_fully_sharded
 from llava_mcore.config.rules.operation import check_operations
 from llava_mcore.config.rules.parallel import (
     check_deepstack,
@@ -112,7 +113,7 @@ def check_run(
         *check_context(run, device_available),
         *check_batch(run, world_size),
     ]
-    errors += check_operations(run, world_size)
+    errors += [*check_fully_sharded(run, world_size), *check_operations(run, world_size)]
     if run.parallel.backend == "nccl" and not device_available:
         errors.append("--backend nccl needs GPUs and none was found: omit the flag, or use gloo")
     if run.logging.memory_snapshot is not None and not device_available:

@@ -19,6 +19,8 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
         keys = ", ".join(f"router.{key}" for key in run.router.model_dump(exclude_defaults=True))
         if keys:
             yield f"{keys}: {source} has no mixtures of experts, so no router: omit that"
+        if run.adapter.expert_r is not None:
+            yield f"adapter.expert_r: {source} has no mixtures of experts: omit it"
         return
     # The layout: what divides the experts, and the processes of a stage.
     yield from check_expert_layout(dims, ep, etp, source)
@@ -41,7 +43,7 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are added up over other processes than those "
             "of the rest"
         )
-        if not parallel.use_distributed_optimizer:
+        if not parallel.divides_optimizer:
             yield f"{why}, which needs the distributed optimizer: add --dist-optim"
         if run.training.precision == "fp16":  # each optimizer would find a loss scale of its own
             yield f"{why}, which does not work with the loss scale of --precision fp16: use bf16"
@@ -71,8 +73,14 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
     has = f"{source} has mixtures of experts"
     if run.training.fp8:
         yield f"--fp8 does not work with experts yet, and {has}: omit it"
-    if run.adapter.is_on and run.parallel.expert_model_parallel_size > 1:
-        yield f"adapters do not work yet where processes divide experts, and {has}: omit --ep, or the --lora flags"
+    if run.adapter.expert_r is not None:
+        without = {"--lora-dora": run.adapter.dora, "--lora-dropout": run.adapter.dropout}
+        for flag in (flag for flag, is_given in without.items() if is_given):
+            yield f"{flag} does not work with adapter.expert_r: PEFT does not have it for experts; omit one of them"
+        if run.parallel.expert_tensor_parallel_size > 1:
+            yield "adapter.expert_r works with whole experts: omit --etp, or use --ep in its place"
+    if run.parallel.fsdp != "none":
+        yield f"--fsdp {run.parallel.fsdp} does not work with experts yet, and {has}: use --dist-optim in place of it"
     if run.adapter.quantize != "none":
         yield f"--lora-quantize does not quantize experts, and {has}: omit it"
     parallel = run.parallel

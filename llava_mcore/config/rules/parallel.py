@@ -74,7 +74,7 @@ def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:
         return
     if not device_available:
         yield f"{key} needs GPUs and Transformer Engine, and no GPU was found: omit it"
-    if not run.parallel.use_distributed_optimizer:
+    if not run.parallel.divides_optimizer:
         yield f"{key} works inside the distributed optimizer only: add --dist-optim"
     if run.training.precision == "fp32":
         yield f"{key} keeps fp32 weights in addition to half-precision ones: omit --precision fp32"

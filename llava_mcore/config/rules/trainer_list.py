@@ -1,12 +1,12 @@
 """Configuration files in the style of Hugging Face trainers: a list of {"type": "trainer", "config": {…}}.
 
-Every key is mapped to one of ours or refused with a reason; none is ignored.
+Every key is mapped to one of ours or refused with a reason, unless the command line gives ours; none is ignored.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +18,49 @@ Values = dict[str, Any]
 
 
 class _RefusedValueError(Exception):
-    """A value that is not supported; the message says why and what to do."""
+    """A value that is not supported; the message says why and what to do.
+
+    replaced_by: our key that says the same in another way; given on the command line, it is taken instead.
+    """
+
+    def __init__(self, message: str, replaced_by: str | None = None) -> None:
+        super().__init__(message)
+        self.replaced_by = replaced_by
 
 
 def _to(key: str) -> Callable[[Any], Values]:
     return lambda value: {key: value}
 
 
-def _refuse(reason: str) -> Callable[[Any], Values]:
+def _refuse(reason: str, replaced_by: str | None = None) -> Callable[[Any], Values]:
     def action(_value: Any) -> Values:
-        raise _RefusedValueError(reason)
+        raise _RefusedValueError(reason, replaced_by)
 
     return action
 
 
-def _unless_off(reason: str) -> Callable[[Any], Values]:
+def _unless_off(reason: str, replaced_by: str) -> Callable[[Any], Values]:
     """A switch that may be off and cannot be on."""
 
     def action(value: Any) -> Values:
         if value:
-            raise _RefusedValueError(reason)
+            raise _RefusedValueError(reason, replaced_by)
         return {}
 
     return action
 
 
-def _only(*allowed: str, instead: str) -> Callable[[Any], Values]:
+def _always_on(_value: Any) -> Values:
+    """A switch for what cannot be switched off here."""
+    return {}
+
+
+def _only(*allowed: str, instead: str, replaced_by: str | None = None) -> Callable[[Any], Values]:
     """A value that has to match what is fixed here."""
 
     def action(value: Any) -> Values:
         if value not in allowed:
-            raise _RefusedValueError(instead)
+            raise _RefusedValueError(instead, replaced_by)
         return {}
 
     return action
@@ -78,23 +90,31 @@ def _attention(value: Any) -> Values:
 def _model(value: Any) -> Values:
     if (Path(str(value)) / "latest_checkpointed_iteration.txt").is_file():
         return {"checkpoint.load": value}
-    raise _RefusedValueError(f"{value} is not a Megatron checkpoint: convert it (docs/convert.md) and give that folder")
+    raise _RefusedValueError(
+        f"{value} is not a Megatron checkpoint: convert it with 'python -m llava_mcore import-hf --hf-dir … "
+        "--megatron-dir FOLDER' and give that folder, here or as --megatron-load-dir",
+        "checkpoint.load",
+    )
 
 
 def _dataset(value: Any) -> Values:
     if Path(str(value)).suffix in (".json", ".jsonl", ".parquet"):
         raise _RefusedValueError(
-            f"{value}: convert it to shards with 'python -m llava_mcore prepare' and give their folder"
+            f"{value}: convert it to shards with 'python -m llava_mcore prepare {value} --out FOLDER …' and give their "
+            "folder, here or as --data-path",
+            "data.path",
         )
     return {"data.path": value}
 
 
 _CLASS_NAMES = [row.name for row in MODEL_CLASSES.values()]
 KEYS: dict[str, Callable[[Any], Values]] = {
-    "trainer_type": _only("megatron", instead="there is one trainer, on megatron-core: omit the key"),
+    "trainer_type": _only("megatron", "hf_trainer", instead="there is one trainer, on megatron-core: omit the key"),
     "dataset_config.dataset_type": _only("vision", instead="samples say which media they have: use vision, or omit it"),
     "dataset_config.dataset_format": _only(
-        "energon", instead="convert it to shards first, with 'python -m llava_mcore prepare'"
+        "energon",
+        instead="convert it to shards first, with 'python -m llava_mcore prepare', and give them as --data-path",
+        replaced_by="data.path",
     ),
     "dataset_config.dataset_path": _dataset,
     "dataset_config.packing": _to("data.packing"),
@@ -107,8 +127,12 @@ KEYS: dict[str, Callable[[Any], Values]] = {
     "model_config.model_class": _only(*_CLASS_NAMES, instead=f"known: {', '.join(_CLASS_NAMES)}"),
     "model_config.attn_implementation": _attention,
     "per_device_train_batch_size": _to("training.micro_batch_size"),
-    "gradient_accumulation_steps": _refuse("depends on the number of GPUs: give training.global_batch_size instead"),
-    "num_train_epochs": _refuse("a run is counted in iterations: give max_steps, or --train-iters, instead"),
+    "gradient_accumulation_steps": _refuse(
+        "depends on the number of GPUs: give --global-batch-size instead, per_device_train_batch_size x "
+        "gradient_accumulation_steps x data-parallel ranks",
+        "training.global_batch_size",
+    ),
+    "num_train_epochs": _to("training.train_epochs"),
     "max_steps": _to("training.train_iters"),
     "learning_rate": _to("optimizer.lr"),
     "lr_scheduler_type": _to("optimizer.lr_decay_style"),
@@ -129,8 +153,10 @@ KEYS: dict[str, Callable[[Any], Values]] = {
     "bf16": _precision("bf16"),
     "fp16": _precision("fp16"),
     "use_rmpad": _to("data.packing"),
-    "group_by_length": _unless_off("samples are not sorted; data.packing (use_rmpad) saves the padding"),
-    "use_liger_kernel": _unless_off("the loss never keeps all logits in memory anyway: omit it"),
+    "group_by_length": _unless_off(
+        "samples are not sorted by length; --packing (use_rmpad) saves the padding", "data.packing"
+    ),
+    "use_liger_kernel": _always_on,  # its main part: the loss never keeps all logits in memory
     "gradient_checkpointing": lambda value: {"model.recompute": "full"} if value else {},
     "deepspeed": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
     "fsdp": _refuse("--tp, --pp and --dist-optim divide the model and the optimizer here"),
@@ -138,8 +164,13 @@ KEYS: dict[str, Callable[[Any], Values]] = {
 }
 
 
-def translate(content: list[Any], file: Path) -> tuple[list[tuple[str, Any, str]], list[str]]:
+def translate(
+    content: list[Any], file: Path, typed: Collection[str] = ()
+) -> tuple[list[tuple[str, Any, str]], list[str]]:
     """Return the settings of a trainer list.
+
+    Args:
+        typed: our keys that the command line sets.
 
     Returns:
         (our key, value, their key) for each value, and one line for each key that is refused or unknown.
@@ -162,6 +193,8 @@ def translate(content: list[Any], file: Path) -> tuple[list[tuple[str, Any, str]
         try:
             values += [(our_key, our_value, key) for our_key, our_value in KEYS[key](value).items()]
         except _RefusedValueError as error:
+            if error.replaced_by in typed:
+                continue
             refused.append(f"{key} (in {file}): {error}")
     return values, refused
 

@@ -26,8 +26,9 @@ def _adapter_name(value: str) -> str:
     return value
 
 
-_LORA = Needs("adapter.r", "adapter.vision_r", "adapter.projection_r")
-_ADAPTER = Needs("adapter.r", "adapter.vision_r", "adapter.projection_r", "adapter.load")
+_RANKS = ("adapter.r", "adapter.vision_r", "adapter.projection_r", "adapter.expert_r")
+_LORA = Needs(*_RANKS)
+_ADAPTER = Needs(*_RANKS, "adapter.load")
 
 
 class AdapterConfig(Section):
@@ -42,6 +43,9 @@ class AdapterConfig(Section):
     """Rank in the vision tower; not given: the tower gets no adapter."""
     projection_r: Rank | None = None
     """Rank in the projection; not given: the projection gets no adapter."""
+    expert_r: Rank | None = None
+    """Rank in every expert of mixtures, whose matrices each get an A and a B of their own; not given: experts get no
+    adapter. Not with DoRA or dropout, which PEFT does not have for them."""
     alpha: Annotated[int, Flag("--lora-alpha"), _LORA] = Field(16, ge=1, le=10**6)
     """Scale of what an adapter adds, which is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
     dropout: Annotated[float, Flag("--lora-dropout"), _LORA] = Field(0.0, ge=0, lt=1)
@@ -80,4 +84,4 @@ class AdapterConfig(Section):
     @property
     def is_on(self) -> bool:
         """Whether an adapter is trained."""
-        return any((self.r, self.vision_r, self.projection_r, self.load))
+        return any((self.r, self.vision_r, self.projection_r, self.expert_r, self.load))

@@ -148,11 +148,7 @@ class ExpertMatrices(MegatronModule):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return [t, rows] of [t, columns]. ends: int32 [e], where the tokens of each expert end."""
-        if x.device.type == "cuda" and x.dtype == torch.bfloat16:
-            output: Tensor = GroupedProduct.apply(x, self.weight, ends, self.fuse_wgrad_accumulation)
-            return output
-        parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-        return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, self.weight, strict=True)])
+        return grouped_product(x, self.weight, ends, adds_to_main_grad=self.fuse_wgrad_accumulation)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -200,6 +196,20 @@ class ExpertMatrices(MegatronModule):
             return torch.cat([torch.cat(blocks[i : i + num_blocks], 1) for i in range(0, len(blocks), num_blocks)])
 
         return {name: ShardedTensorFactory(name, self.weight, build, merge, replica)}
+
+
+def grouped_product(x: Tensor, weight: nn.Parameter, ends: Tensor, *, adds_to_main_grad: bool = False) -> Tensor:
+    """Return each expert's tokens times its matrix: [t, k], [e, n, k] → [t, n]. ends: int32 [e], where they end.
+
+    Args:
+        adds_to_main_grad: on a GPU, add the weight's gradient to the sum of the step in the backward pass.
+    """
+    has_kernel = x.device.type == "cuda" and x.dtype == torch.bfloat16
+    if has_kernel and not any(size * x.itemsize % 16 for size in weight.shape[1:]):  # the kernel's rows
+        output: Tensor = GroupedProduct.apply(x, weight, ends, adds_to_main_grad)
+        return output
+    parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight, strict=True)])
 
 
 class GroupedProduct(torch.autograd.Function):

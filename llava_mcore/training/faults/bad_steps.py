@@ -150,7 +150,7 @@ def _memory_advice(run: RunConfig, groups: Groups, message: str) -> Iterator[str
     yield f"raise --tp (now {groups.tp_size}){pipeline}"
     if groups.tp_size > 1 and not run.parallel.sequence_parallel:
         yield "split norms and residuals over the tensor-parallel ranks as well: --sequence-parallel"
-    if not run.parallel.use_distributed_optimizer and groups.dp_size > 1:
+    if not run.parallel.divides_optimizer and groups.dp_size > 1:
         yield "shard the optimizer over the data-parallel ranks: --dist-optim"
     if run.optimizer.exp_avg_dtype == "fp32":
         yield "keep AdamW's moments in bf16, with optimizer.use_precision_aware_optimizer (docs/parallel.md, Optimizer)"

@@ -102,6 +102,9 @@ class MLflow:
     def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None:
         """Do nothing: this sink takes numbers only; the run's folder has the examples."""
 
+    def image(self, name: str, path: Path, iteration: int) -> None:
+        """Do nothing, as `show`."""
+
     def close(self) -> None:
         """Send what is left and mark the run as finished."""
         self._outbox.close(self._seconds, last=lambda: self._call(self.client.set_terminated, self.run_id))

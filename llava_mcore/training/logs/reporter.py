@@ -19,6 +19,7 @@ from llava_mcore.training.answers.result import AnswersResult, write_answers
 from llava_mcore.training.faults.bad_steps import SpikeAlert
 from llava_mcore.training.fetch import StepCounts
 from llava_mcore.training.logs.expert_loads import StarvedExperts
+from llava_mcore.training.logs.expert_maps import ExpertMaps
 from llava_mcore.training.logs.forecast import BesideForecast, forecast_of
 from llava_mcore.training.logs.metrics_file import (
     ANSWERS_FILE,
@@ -77,6 +78,9 @@ class Reporter:
         self.pace = Pace(run.training, is_packed=run.data.packing)
         self.peak = peak_flops(torch.cuda.get_device_name()) if groups.device.type == "cuda" else None
         self.starved = StarvedExperts()
+        self.maps: ExpertMaps | None = None
+        if groups.rank == 0 and trainer.loads is not None:
+            self.maps = ExpertMaps(run.run_dir, keep_until=progress.iteration)
         self.spikes: SpikeAlert | None = None
         if run.faults.alert_spike and self.file is not None:
             self.spikes = SpikeAlert(run.faults.spike_thr, self.file.values)
@@ -131,6 +135,8 @@ class Reporter:
         for warning in (spike, starved):
             if warning is not None:
                 logger.warning(warning)
+        if self.maps is not None and result is not None and self.maps.add(progress.iteration, result.loads):
+            warn_on_failure("load of experts", self._draw_loads)
 
     def validation(self, result: ValidationResult) -> None:
         """Report one validation, in its own file."""
@@ -154,8 +160,14 @@ class Reporter:
         if self.sinks is not None and result.examples:
             self.sinks.show(result.examples, picture, result.iteration)
 
+    def _draw_loads(self) -> None:
+        drawn = None if self.maps is None else self.maps.draw()
+        if drawn is not None and self.sinks is not None:
+            self.sinks.image("expert_loads", *drawn)
+
     def close(self) -> None:
         """Close the sinks and draw the losses. A second call does nothing."""
+        warn_on_failure("load of experts", self._draw_loads)
         sinks, self.sinks = self.sinks, None
         if sinks is not None:
             sinks.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ class Sink(Protocol):
     def write(self, values: dict[str, float], iteration: int) -> None: ...
 
     def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None: ...
+
+    def image(self, name: str, path: Path, iteration: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -77,6 +79,10 @@ class Sinks:
         """Write a table of answers. `picture`: a file with all of them."""
         self._each(iteration, lambda sink: sink.show(examples, picture, iteration))
 
+    def image(self, name: str, path: Path, iteration: int) -> None:
+        """Write an image of a file."""
+        self._each(iteration, lambda sink: sink.image(name, path, iteration))
+
     def _each(self, iteration: int, action: Callable[[Sink], None]) -> None:
         for name, sink in list(self.sinks.items()):
             try:
@@ -106,13 +112,16 @@ class TensorBoard:
             self.writer.add_scalar(name, value, iteration)
 
     def show(self, examples: Sequence[Example], picture: Path, iteration: int) -> None:
-        with Image.open(picture) as image:
-            self.writer.add_image("answers", np.asarray(image.convert("RGB")), iteration, dataformats="HWC")
+        self.image("answers", picture, iteration)
         rows = ["| question | expected | answer |", "|---|---|---|"]
         rows += [
             f"| {' | '.join(map(_cell, (x.record.question, x.record.reference, x.record.answer)))} |" for x in examples
         ]
         self.writer.add_text("answers", "\n".join(rows), iteration)
+
+    def image(self, name: str, path: Path, iteration: int) -> None:
+        with Image.open(path) as image:
+            self.writer.add_image(name, np.asarray(image.convert("RGB")), iteration, dataformats="HWC")
 
     def close(self) -> None:
         self.writer.close()
@@ -157,6 +166,9 @@ class Wandb:
 
     def write(self, values: dict[str, float], iteration: int) -> None:
         """Log numbers. Raises RuntimeError if the Weights & Biases process has failed."""
+        self._log(values, iteration)
+
+    def _log(self, values: Mapping[str, Any], iteration: int) -> None:
         try:
             self.wandb_run.log(values, step=iteration)
         except self._error as error:
@@ -170,10 +182,13 @@ class Wandb:
         for example in examples:
             image = None if example.picture is None else wandb.Image(decode_image(example.picture))
             table.add_data(image, example.record.question, example.record.reference, example.record.answer)
-        try:
-            self.wandb_run.log({"answers/examples": table}, step=iteration)
-        except self._error as error:
-            raise RuntimeError(str(error)) from error
+        self._log({"answers/examples": table}, iteration)
+
+    def image(self, name: str, path: Path, iteration: int) -> None:
+        """Log an image. Raises RuntimeError as `write`."""
+        import wandb
+
+        self._log({name: wandb.Image(str(path))}, iteration)
 
     def close(self) -> None:
         """Finish the run. Raises RuntimeError if that fails."""

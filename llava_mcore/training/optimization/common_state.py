@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer, param_group_identifier_keys
 
+from llava_mcore.compat.megatron_optimizer import create_moments, is_fully_sharded
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.optimization.optimizers import kind_of
@@ -84,11 +85,29 @@ def load_common_state(optimizer: DistributedOptimizer, saved: dict[str, Any]) ->
             raise CheckpointError("the checkpoint has no optimizer state for some of the trained parameters")
         same_kind = [x for x in alike if x[_OF_EXPERTS] == group[_OF_EXPERTS]]
         groups.append((same_kind or alike)[0] | {_OF_EXPERTS: group[_OF_EXPERTS]})
-    optimizer.load_state_dict(saved | {"optimizer": saved["optimizer"] | {"param_groups": groups}})
+    if is_fully_sharded(optimizer):
+        _set_groups(optimizer.optimizer, groups)
+    else:
+        optimizer.load_state_dict(saved | {"optimizer": saved["optimizer"] | {"param_groups": groups}})
+
+
+def _set_groups(inner: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) -> None:
+    """Give the parameter groups of an optimizer that has its moments the saved settings and number of updates."""
+    kind = kind_of(inner)
+    counts_in_state = kind is not None and kind.counts_updates
+    for group, values in zip(inner.param_groups, saved, strict=True):
+        group |= {key: value for key, value in values.items() if not (counts_in_state and key == "step")}
+        if counts_in_state:
+            for state in (inner.state[param] for param in group["params"] if inner.state.get(param)):
+                state["step"] = torch.tensor(float(values["step"]))
 
 
 def allocate_state(optimizer: DistributedOptimizer, num_updates: int) -> None:
     """Allocate the tensors that will be loaded."""
+    if is_fully_sharded(optimizer):
+        if kind_of(optimizer.optimizer) is None:  # else it has moments already
+            create_moments(optimizer)
+        return
     optimizer.load_state_dict(_common_state_of(optimizer, num_updates))
 
 

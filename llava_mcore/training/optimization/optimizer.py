@@ -1,17 +1,14 @@
-"""megatron-core's data parallelism, optimizer and schedule, from the run's configuration."""
+"""megatron-core's optimizer, from the run's configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import (
+    ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     ParamKey,
@@ -19,79 +16,19 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-from megatron.core.transformer.module import Float16Module, MegatronModule
 
-from llava_mcore.compat.megatron_gradients import gradient_ranges, reduce_in_fixed_order
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.optimizer import OptimizerConfig as OptimizerSection
 from llava_mcore.errors import CheckpointError, ConfigError
-from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.parallel.groups import Groups, tensor_parallel_group
-from llava_mcore.training.optimization.optimizers import DTYPES, OPTIMIZERS
+from llava_mcore.training.optimization.data_parallel import DataParallelModel, params_dtype
+from llava_mcore.training.optimization.optimizers import OPTIMIZERS
 
 
-def params_dtype(run: RunConfig) -> torch.dtype:
-    """Return the dtype of weights and activations of a resolved run."""
-    assert run.training.precision is not None, "run.py resolves the precision"
-    return DTYPES[run.training.precision]
-
-
-def data_parallel(
-    run: RunConfig, groups: Groups, model: MegatronModule, *, buckets: bool = True
-) -> DistributedDataParallel:
-    """Wrap one model chunk: lower precision at its inputs and outputs, gradients reduced over data-parallel ranks.
-
-    Args:
-        buckets: reduce gradients in parts, as they become ready.
-    """
-    dtype = params_dtype(run)
-    on_gpu = groups.device.type == "cuda"
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=dtype != torch.float32,
-        use_distributed_optimizer=run.parallel.use_distributed_optimizer,
-        overlap_grad_reduce=on_gpu and run.parallel.overlap_grad_reduce,
-        overlap_param_gather=on_gpu and overlaps_param_gather(run),
-        check_for_nan_in_grad=False,  # training/step.py checks the norm, without waiting for each bucket
-    )
-    inner = model if dtype == torch.float32 else Float16Module(model.config, model)
-    with _own_stream() if run.model.cuda_graphs else nullcontext():
-        wrapped = DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
-    if config.overlap_grad_reduce:
-        reduce_in_fixed_order(wrapped)
-    return wrapped
-
-
-@contextmanager
-def _own_stream() -> Iterator[None]:
-    """Do something on a CUDA stream of its own, after what came before and before what follows.
-
-    Autograd adds up the gradients of a parameter on the stream where that was prepared, which data parallelism does,
-    and nothing on the default stream can be part of a CUDA graph.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-def overlaps_param_gather(run: RunConfig) -> bool:
-    """Return whether a run on GPUs gathers weights during the forward pass; only a distributed optimizer shards
-    them.
-
-    Not those of adapters: megatron-core waits for weights before the forward pass of the module that has them, and
-    adapters are read by the layers that they belong to. They are small.
-    """
-    parallel = run.parallel
-    is_enabled = parallel.overlap_grad_reduce and parallel.overlap_param_gather
-    return parallel.use_distributed_optimizer and is_enabled and not run.adapter.is_on
-
-
-def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(run: RunConfig, chunks: Sequence[DataParallelModel]) -> MegatronOptimizer:
     """Build the run's optimizer, plain or distributed over data-parallel ranks."""
     options, kind = run.optimizer, OPTIMIZERS[run.optimizer.name]
     # Options that the optimizer or this machine does not have.
-    if run.parallel.use_distributed_optimizer and not kind.can_be_distributed:
+    if run.parallel.divides_optimizer and not kind.can_be_distributed:
         raise ConfigError(f"megatron-core does not distribute {options.name}: omit --dist-optim, or choose another one")
     if options.use_precision_aware_optimizer and not HAVE_TE:
         raise ConfigError(
@@ -109,7 +46,7 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         fp16=run.training.precision == "fp16",
         loss_scale=run.training.loss_scale,
         initial_loss_scale=2.0**16,
-        use_distributed_optimizer=run.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=run.parallel.divides_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         use_precision_aware_optimizer=options.use_precision_aware_optimizer,
         store_param_remainders=False,  # megatron-core 0.19 cannot load the checkpoints that it saves from this
@@ -118,9 +55,10 @@ def build_optimizer(run: RunConfig, chunks: Sequence[DistributedDataParallel]) -
         overlap_cpu_optimizer_d2h_h2d=options.cpu_offload,
         **kind.settings(options),
     )
-    return get_megatron_optimizer(
+    built = get_megatron_optimizer(
         config, list(chunks), config_overrides=overrides(run, config), use_gloo_process_groups=False
     )
+    return built if isinstance(built, ChainedOptimizer) else ChainedOptimizer([built])  # of --fsdp it is a single one
 
 
 @dataclass(frozen=True)
@@ -182,21 +120,3 @@ def follow_settings(saved: dict[str, Any], before: OptimizerSection, now: Optimi
         rates = new[Rates(group["max_lr"], group["min_lr"])]
         group["max_lr"], group["min_lr"] = rates.max_lr, rates.min_lr
         group |= OPTIMIZERS[now.name].group_settings(now)
-
-
-class TowerGradients:
-    """Adds up the gradients of whole towers over the tensor-parallel ranks, once in a step."""
-
-    def __init__(self, chunks: Sequence[DistributedDataParallel], models: Sequence[VisionLanguageModel]) -> None:
-        """chunks: the wrapped `models`."""
-        of_towers = {p for model in models if model.pre_process for p in model.vision_model.parameters()}
-        self._ranges = [x for chunk in chunks for x in gradient_ranges(chunk, of_towers)]
-
-    def finalize(self, chunks: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
-        """Finalize gradients as megatron-core does, then add up (called by megatron-core's schedules).
-
-        They are divided by the number of tokens before they are added up.
-        """
-        finalize_model_grads(chunks, *args, **kwargs)
-        for gradients in self._ranges:
-            dist.all_reduce(gradients, group=tensor_parallel_group())

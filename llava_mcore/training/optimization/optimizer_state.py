@@ -7,14 +7,12 @@ are split, so that either can load what the other has saved.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -23,11 +21,14 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
+from llava_mcore.checkpoint.flat_slices import flat_slices
 from llava_mcore.checkpoint.sharded import each_layer_apart
 from llava_mcore.compat.megatron_optimizer import (
     hand_state_to_parts,
+    on_this_rank,
     own_part,
     own_ranges,
+    replica_of,
     set_weights_and_moments,
     weights_and_moments,
 )
@@ -43,7 +44,6 @@ from llava_mcore.training.optimization.common_state import (
     num_updates,
 )
 from llava_mcore.training.optimization.optimizers import kind_of
-from llava_mcore.weights.slices import slices_of_range
 
 PARAM_STATE = "param_state"
 SHARDING = {"param_state_sharding_type": "fully_reshardable"}  # what megatron-core reads these files as
@@ -73,7 +73,15 @@ def optimizer_state(
     for index, (one, param, start, stop) in enumerate(_all_ranges(distributed)):
         tensors = {} if is_loading else _own_tensors(one, param)
         parts[index] = {
-            name: _slices(f"optimizer.state.{name}", sharded_by_tensor[param], start, stop, tensors.get(name))
+            name: flat_slices(
+                sharded_by_tensor[param],
+                start,
+                stop,
+                tensors.get(name),
+                prefix=f"optimizer.state.{name}.",
+                dtype=torch.float32,
+                replica=replica_of(one),
+            )
             for name in _names(one)
         }
     common = common_state(distributed, updates)
@@ -176,7 +184,7 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
         if kind is None:
             continue
         for param in (param for group in inner.param_groups for param in group["params"]):
-            if not inner.state[param]:
+            if on_this_rank(param).numel() and not inner.state[param]:  # an update leaves out empty parts
                 zeros = {name: torch.zeros_like(param) for name in kind.moments}
                 inner.state[param] = {**({"step": torch.tensor(0.0)} if kind.counts_updates else {}), **zeros}
 
@@ -206,57 +214,3 @@ def _not_all_on_gpu(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> 
         is_kept = stored.dtype == torch.bfloat16 or stored.data_ptr() == tensor.data_ptr()
         tensors_to_save[name] = stored if is_kept else tensor.cpu()
     return tensors_to_save
-
-
-def _slices(
-    prefix: str, sharded: ShardedTensor | ShardedTensorFactory, start: int, stop: int, data: torch.Tensor | None
-) -> list[ShardedTensor]:
-    """Return a contiguous range of the flattened parameter as slices of the parameter's saved tensors.
-
-    Args:
-        sharded: how the parameter itself is saved.
-        data: the elements of the range, None to load them.
-    """
-    slices = []
-    # A parameter may be saved as several tensors (a fused one is), which follow each other in the flattened one.
-    for offset, tensor in _flat_tensors(sharded):
-        shape = tensor.local_shape
-        first, last = max(start, offset), min(stop, offset + math.prod(shape))
-        done = first
-        for tensor_slice in slices_of_range(shape, first - offset, last - offset):
-            lead = tensor.prepend_axis_num
-            piece = replace(
-                tensor,
-                key=f"{prefix}.{tensor.key}",
-                dtype=torch.float32,
-                local_shape=(1,) * lead + tensor_slice.size,
-                global_offset=_shifted(tensor.global_offset, tensor_slice.start),
-                axis_fragmentations=None,
-                prepend_axis_num=0,
-                replica_id=(*tensor.replica_id[:2], 0),  # no other data-parallel rank holds it
-            )
-            if data is not None:  # of its own type, which megatron-core would refuse: a save converts it
-                values = data[done - start : done - start + tensor_slice.numel]
-                piece.data = values.view((1,) * lead + tensor_slice.size)
-            done += tensor_slice.numel
-            slices.append(piece)
-    return slices
-
-
-def _shifted(offset: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
-    lead = len(offset) - len(by)
-    return (*offset[:lead], *(a + b for a, b in zip(offset[lead:], by, strict=True)))
-
-
-def _flat_tensors(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
-    """Yield the tensors that a parameter is saved as, and where each starts in the flattened parameter.
-
-    Without data. A gated MLP's first matrix, for example, is saved as two tensors.
-    """
-    if isinstance(sharded, ShardedTensor):
-        yield 0, sharded.without_data()
-        return
-    probe = replace(sharded, data=torch.empty_like(sharded.data, device="meta"))
-    for tensor in nested_values(probe.build()):
-        assert tensor.data.is_contiguous(), f"{tensor.key}: not one contiguous range of its parameter"
-        yield tensor.data.storage_offset(), tensor.without_data()

@@ -35,12 +35,12 @@ from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
-from llava_mcore.models.trainable import alike
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import gather_to_first, sum_over_ranks
 from llava_mcore.parallel.replicas import differing
 from llava_mcore.parallel.together import raise_listed
 from llava_mcore.training.logs.run_record import run_record
+from llava_mcore.training.optimization.data_parallel import alike_here, gathers_ahead
 from llava_mcore.training.saving.hf_files import write_description
 from llava_mcore.training.saving.pending import SAVES, Pending, Saved, Writing, allocate_in_background
 from llava_mcore.training.saving.state import LOADER_FOLDER, TrainingProgress, loader_file, state_to_save
@@ -170,7 +170,8 @@ class Saver:
     def _warn_of_drift(self, iteration: int) -> None:
         """Log which trained parameters tensor-parallel ranks should have alike and have not; a collective call."""
         groups = self.trainer.groups
-        drifted = [name for model in self.trainer.models for name in differing(alike(model), groups.tensor_parallel)]
+        pairs = zip(self.trainer.models, self.trainer.chunks, strict=True)
+        drifted = [name for pair in pairs for name in differing(alike_here(*pair), groups.tensor_parallel)]
         if drifted and groups.tp_rank == 0:
             title = (
                 f"iteration {iteration}: parameters that all tensor-parallel ranks should have alike differ, since "
@@ -191,7 +192,7 @@ class Saver:
         if self._allocation is not None:
             self._allocation.join()
         for chunk in self.trainer.chunks:
-            if chunk.ddp_config.overlap_param_gather:
+            if gathers_ahead(chunk):
                 chunk.start_param_sync(force_sync=True)  # the update's weights are gathered in the next forward pass
         # Rank 0 makes the folder that all ranks write to.
         final = layout.iteration_folder(root, progress.iteration)

@@ -10,9 +10,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from llava_mcore.adapters.factors import adapter_state
 from llava_mcore.checkpoint.complete import RUN_JSON
-from llava_mcore.checkpoint.dist import load_state, model_state
+from llava_mcore.checkpoint.dist import load_state
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.checkpoint.node_local import is_local, load_local
 from llava_mcore.config.load import load_run_config
@@ -29,7 +28,8 @@ from llava_mcore.training.logs.run_record import OF_EVERY_RANK, RANDOM_STATES
 from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
 from llava_mcore.training.optimization.schedule import rate_change
-from llava_mcore.training.setup import Trainer
+from llava_mcore.training.optimization.sharded_weights import own_weights
+from llava_mcore.training.setup import Trainer, saved_state
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
     if not before.checkpoint.save_optim:
         raise CheckpointError(f"{checkpoint} was saved without --save-optim: it holds weights only, nothing to resume")
     pairs = {
-        "--dist-optim": (before.parallel.use_distributed_optimizer, run.parallel.use_distributed_optimizer),
+        "--dist-optim": (before.parallel.divides_optimizer, run.parallel.divides_optimizer),
         "--precision": (before.training.precision, run.training.precision),
         "--global-batch-size": (before.training.global_batch_size, run.training.global_batch_size),
         "--rampup-batch-size": (before.training.rampup_batch_size, run.training.rampup_batch_size),
@@ -174,12 +174,12 @@ def _state(
 ) -> dict[str, Any]:
     """Return everything that is saved, or what to load into: all but the weights, which the trainer has begun with."""
     run, groups = trainer.run, trainer.groups
-    adapter_setup = trainer.adapter_setup
-    if adapter_setup is None:
-        model = model_state(trainer.models, is_loading=is_loading)
+    adapter_setup, model = trainer.adapter_setup, trainer.whole_state
+    if model is None:
+        model = weights = saved_state(trainer.models, adapter_setup, is_loading=is_loading)
     else:
-        model = adapter_state(trainer.models, adapter_setup.own_names, is_loading=is_loading)
-    state: dict[str, Any] = asdict(progress) | ({} if is_loading else model)
+        weights = {} if is_loading else own_weights(model, trainer.chunks)
+    state: dict[str, Any] = asdict(progress) | ({} if is_loading else weights)
     if not run.checkpoint.save_optim and not is_loading:
         return state
     by_layer = adapter_setup is not None or bool(run.model.freeze or run.model.unfreeze)

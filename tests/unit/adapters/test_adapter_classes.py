@@ -12,8 +12,8 @@ from torch import Tensor
 
 from llava_mcore.adapters.adaptation import adapter_setup_of
 from llava_mcore.adapters.factors import CHILD
-from llava_mcore.adapters.linear_layers import BIAS, ModelLayers, model_layers
-from llava_mcore.adapters.peft_tensors import BASE_LAYER, PREFIX
+from llava_mcore.adapters.linear_layers import BIAS, WEIGHT, ModelLayers, model_layers
+from llava_mcore.adapters.peft_tensors import without_wrappers
 from llava_mcore.adapters.targets import plan_from_config, trained_parameters
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.sections.adapter import AdapterConfig
@@ -26,7 +26,7 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import set_trained, whole_names
 from llava_mcore.parallel.batch import longest_media
 from llava_mcore.parallel.groups import join_alone
-from llava_mcore.training.setup import load_adapted
+from llava_mcore.training.load_model import load_adapted
 from tests.helpers.cases import EACH_CLASS, Case, case_inputs, hf_inputs, make_case
 from tests.helpers.fixed_dropout import RATE, fix_peft, fixed_here
 from tests.helpers.peft_models import make_peft_folder, open_hf, open_hf_in_4_bits
@@ -90,9 +90,13 @@ def test_experts_have_no_adapters(case: Case, folder: Path) -> None:
 
 
 def everywhere(folder: Path, **options: Any) -> Path:
-    """Return an adapter of PEFT's on every layer that can have one."""
-    layers = list(model_layers(load_hf_config(folder / "hf")).members)
-    return make_peft_folder(folder / "hf", folder / "adapter", r=3, lora_alpha=5, target_modules=layers, **options)
+    """Return an adapter of PEFT's on every layer that can have one, and without DoRA and dropout on all experts."""
+    layers = model_layers(load_hf_config(folder / "hf"))
+    targets: dict[str, Any] = {"target_modules": list(layers.members)}
+    if layers.expert_members and not options.get("use_dora"):
+        targets["target_parameters"] = list(layers.expert_members)
+        targets["rank_pattern"] = {"down_proj": 2}
+    return make_peft_folder(folder / "hf", folder / "adapter", r=3, lora_alpha=5, **targets, **options)
 
 
 def check(folder: Path, adapter: Path, theirs: Any, inputs: dict[str, Tensor], quantize: str) -> None:
@@ -142,6 +146,12 @@ def gradients(model: VisionLanguageModel, layers: ModelLayers) -> dict[str, Tens
             if len(parameters):
                 gradient = torch.cat([x.grad for x in parameters])
                 found[f"{name}.{key}"] = without_padding(gradient, 0, member.outputs)
+    for name, member in layers.expert_members.items():
+        module = model.get_submodule(member.part).get_submodule(CHILD).get_submodule("default")
+        if member.key in dict(module.named_modules()):
+            of_experts: Any = module.get_submodule(member.key)
+            A, B = of_experts.lora_A.grad, of_experts.lora_B.grad
+            found[f"{name}.lora_A"], found[f"{name}.lora_B"] = A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)
     return found
 
 
@@ -165,5 +175,7 @@ def own_gradients(model: VisionLanguageModel, layers: ModelLayers, trained: froz
 def peft_gradients(model: Any) -> dict[str, Tensor]:
     """Return those of PEFT's, without layers that do not change the output."""
     of_all = {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
-    names = {name: name.removeprefix(PREFIX).replace(BASE_LAYER, ".").partition(".default")[0] for name in of_all}
-    return {names[name]: x for name, x in of_all.items()}
+    names = {name: without_wrappers(name.replace(".default", "")) for name in of_all}
+    ends = (".lora_A", ".lora_B", ".lora_magnitude_vector")
+    short = {key: x.removesuffix(WEIGHT) if x.removesuffix(WEIGHT).endswith(ends) else x for key, x in names.items()}
+    return {short[key]: x for key, x in of_all.items()}

@@ -111,6 +111,8 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--tp 2", "parallel.tensor_model_parallel_size", 2),
     ("--pp 4", "parallel.pipeline_model_parallel_size", 4),
     ("--dist-optim", "parallel.use_distributed_optimizer", True),
+    ("--fsdp optim_grads", "parallel.fsdp", "optim_grads"),
+    ("--hsdp 2", "parallel.hsdp_replicas", 2),
     ("--backend gloo", "parallel.backend", "gloo"),
     ("--stage 1", "stage", 1),
     ("--freeze-lm", "model.freeze_language_model", True),

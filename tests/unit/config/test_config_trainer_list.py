@@ -12,6 +12,7 @@ from llava_mcore.build.architectures.registry import folder_class
 from llava_mcore.build.options import ARCHITECTURES as BUILT
 from llava_mcore.build.options import BuildOptions
 from llava_mcore.cli import show_config
+from llava_mcore.config.flags import parse_command_line
 from llava_mcore.config.load import config_fields, load_run_config
 from llava_mcore.config.model_classes import MODEL_CLASSES
 from llava_mcore.config.rules.trainer_list import KEYS, _RefusedValueError
@@ -64,22 +65,35 @@ def test_what_cannot_be_mapped_is_refused_key_by_key(tmp_path: Path) -> None:
     config = EXAMPLE | {"learning_rat": 1, "warmup_ratio": 2}
     message = message_of(lambda: load_run_config(write(tmp_path, config)))
     for expected in (
-        "(11 problems)",
-        "trainer_type (in",
+        "(9 problems)",
         "dataset_config.dataset_format (in",
         "data/some.json: convert it to shards",
         "dataset_config.processor_config.processor_type (in",
         "Qwen/Qwen2-VL-2B-Instruct is not a Megatron checkpoint",
         "model_config.model_class (in",
         "gradient_accumulation_steps (in",
-        "give training.global_batch_size instead",
-        "num_train_epochs (in",
+        "give --global-batch-size instead",
         "group_by_length (in",
         "learning_rat (in",
         "no such key (did you mean learning_rate?)",
         f"optimizer.lr_warmup_fraction (warmup_ratio in {tmp_path}/run.json): found 2, expected less than 1",
     ):
         assert expected in message
+
+
+def test_the_command_line_replaces_what_is_refused(tmp_path: Path) -> None:
+    """All but the unknown class and processor of the example."""
+    kind = {"model_class": "Qwen2VLForConditionalGeneration", "model_name_or_path": "hub/name"}
+    processor = EXAMPLE["dataset_config"]["processor_config"] | {"processor_type": "qwen2_vl"}
+    data = EXAMPLE["dataset_config"] | {"processor_config": processor}
+    path = write(tmp_path, EXAMPLE | {"model_config": kind, "dataset_config": data, "use_liger_kernel": True})
+    typed = ["--data-path", "/shards", "--megatron-load-dir", "/m", "--global-batch-size", "4", "--packing"]
+    run = parse_command_line(["--config", str(path), *typed], "run.py").load()
+    assert (run.data.path, run.checkpoint.load, run.data.packing) == (Path("/shards"), Path("/m"), True)
+    assert (run.training.global_batch_size, run.training.train_epochs, run.optimizer.lr) == (4, 1, 5e-5)
+    # Each of them replaces its own only.
+    message = message_of(lambda: parse_command_line(["--config", str(path), *typed[:4]], "run.py").load())
+    assert "(2 problems)" in message and "gradient_accumulation_steps (in" in message and "group_by_length" in message
 
 
 def test_mapped_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ def good(tmp_path: Path) -> list[str]:
         [],
         [f"{EP}=1", f"{ETP}=2", "parallel.use_distributed_optimizer=false"],
         [f"{EP}=2", f"{ETP}=2"],
+        ["adapter.r=8", "adapter.expert_r=4"],
         [f"{EP}=2", "validation.eval_generate=5"],
         [f"{TP}=1", "parallel.sequence_parallel=false", "model.recompute=selective"],
     ],
@@ -57,9 +58,11 @@ def test_layouts_that_fit(good: list[str], changes: list[str]) -> None:
         (["parallel.use_distributed_optimizer=false"], "needs the distributed optimizer: add --dist-optim"),
         (["validation.eval_generate=5"], "lower --ep 4 to 2"),
         (["training.precision=fp16"], "does not work with the loss scale of --precision fp16"),
+        (["adapter.expert_r=8", "adapter.dora=true"], "--lora-dora does not work with adapter.expert_r"),
+        (["adapter.expert_r=8", "adapter.dropout=0.1"], "--lora-dropout does not work with adapter.expert_r"),
+        (["adapter.expert_r=8", f"{EP}=2", f"{ETP}=2"], "adapter.expert_r works with whole experts: omit --etp"),
         (["adapter.r=8", "adapter.quantize=nf4"], "--lora-quantize does not quantize experts"),
         ([f"{ETP}=5"], "--etp 5 does not divide the width of an expert, which is 48"),
-        (["adapter.r=8"], "adapters do not work yet where processes divide experts"),
     ],
     ids=str,
 )
@@ -78,8 +81,9 @@ def test_options_of_gpus_that_experts_do_not_have(good: list[str]) -> None:
 
 
 def test_flags_for_a_model_without_experts(good: list[str]) -> None:
-    run = load_run_config(None, [*good, "router.aux_loss_coef=0.1"])
+    run = load_run_config(None, [*good, "router.aux_loss_coef=0.1", "adapter.expert_r=4"])
     assert check_run(run, DIMS, world_size=8, device_available=False) == [
         "--ep 4: the model has no mixtures of experts to divide: omit it",
         "router.aux_loss_coef: the model has no mixtures of experts, so no router: omit that",
+        "adapter.expert_r: the model has no mixtures of experts: omit it",
     ]

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "parallel.cp_comm_type": ("a2a", ["parallel.context_parallel_size=2"]),
     "parallel.sequence_parallel": ("true", ["parallel.tensor_model_parallel_size=2"]),
     "parallel.vision_data_parallel": ("true", ["parallel.tensor_model_parallel_size=2"]),
+    "parallel.hsdp_replicas": ("2", ["parallel.fsdp=optim"]),
     "parallel.num_layers_in_first_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
     "parallel.num_layers_in_last_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),
     "parallel.num_layers_per_virtual_pipeline_stage": ("2", ["parallel.pipeline_model_parallel_size=2"]),

@@ -11,10 +11,11 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.plan.balance import balanced_layers
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.gpus import GIB, GPUS
-from llava_mcore.plan.layout import RunLayout, layout_of
+from llava_mcore.plan.layout import Adapter, RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
 from llava_mcore.plan.memory import layer_bytes
 from llava_mcore.plan.model import ConnectorShape, Decoder, ExpertShape, LinearShape, Model, Tower
+from llava_mcore.plan.parameters import stage_parameters
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.work import Sample, like_llava
@@ -156,6 +157,10 @@ def test_experts() -> None:
     dense = replace(MODEL, decoder=replace(decoder, ffn=8 * 768, experts=None))
     ratio = eight.stages[0].forward.layers / predicted(chosen, dense).stages[0].forward.layers
     assert 1 < ratio < 2
+    # Adapters of experts: two pairs of matrices each.
+    pairs = 48 * 128 * 4 * (2048 + 2 * 768 + 768 + 2048)
+    adapted = stage_parameters(model, replace(chosen, ep=4, adapter=Adapter(experts=4)), 0)
+    assert adapted.trained == adapted.trained_experts == pytest.approx(pairs / 4)
     # The inside of the experts is computed again, what is sent to them is kept.
     selective, plain = (predicted(replace(chosen, recompute=x), model).stages[0] for x in ("selective", "none"))
     assert plain.memory.activations > selective.memory.activations > one.stages[0].memory.activations

@@ -24,7 +24,7 @@ from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.graphs import layer_graphs, model_graphs
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.packs import TokenPacks, padded_bounds
-from llava_mcore.training.optimization.optimizer import overlaps_param_gather
+from llava_mcore.training.optimization.data_parallel import overlaps_param_gather
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import LENGTH, FullPackLoader

@@ -179,6 +179,8 @@ class Broken:
 
     def show(self, *_: Any) -> None: ...
 
+    def image(self, *_: Any) -> None: ...
+
     def close(self) -> None:
         self.closes += 1
         raise RuntimeError("still\nfull")

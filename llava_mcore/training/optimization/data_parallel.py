@@ -1,0 +1,151 @@
+"""megatron-core's data parallelism of a model, from the run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from torch import Tensor
+
+from llava_mcore.compat.megatron_fsdp import MeshGroups, ShardedModel, own_gradients, own_shards
+from llava_mcore.compat.megatron_gradients import gradient_ranges, reduce_in_fixed_order
+from llava_mcore.config.schema import RunConfig
+from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.trainable import alike, whole_name
+from llava_mcore.parallel.groups import Groups, group_of_this_rank, tensor_parallel_group
+from llava_mcore.parallel.sharding_groups import sharding_groups
+from llava_mcore.training.optimization.optimizers import DTYPES
+
+type DataParallelModel = DistributedDataParallel | ShardedModel
+
+_BUCKET_SIZE = 40_000_000
+"""Parameters of a bucket outside the layers that are gathered whole; megatron-core's of its other data parallelism."""
+
+
+def params_dtype(run: RunConfig) -> torch.dtype:
+    """Return the dtype of weights and activations of a resolved run."""
+    assert run.training.precision is not None, "run.py resolves the precision"
+    return DTYPES[run.training.precision]
+
+
+def data_parallel(run: RunConfig, groups: Groups, model: MegatronModule, *, buckets: bool = True) -> DataParallelModel:
+    """Wrap one model chunk: lower precision at its inputs and outputs, gradients reduced over data-parallel ranks.
+
+    Args:
+        buckets: reduce gradients in parts, as they become ready.
+    """
+    dtype = params_dtype(run)
+    if run.parallel.fsdp != "none":
+        return _fully_sharded(run, groups, model)
+    on_gpu = groups.device.type == "cuda"
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=dtype != torch.float32,
+        use_distributed_optimizer=run.parallel.use_distributed_optimizer,
+        overlap_grad_reduce=on_gpu and run.parallel.overlap_grad_reduce,
+        overlap_param_gather=on_gpu and overlaps_param_gather(run),
+        check_for_nan_in_grad=False,  # training/step.py checks the norm, without waiting for each bucket
+    )
+    inner = model if dtype == torch.float32 else Float16Module(model.config, model)
+    with _own_stream() if run.model.cuda_graphs else nullcontext():
+        wrapped = DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
+    if config.overlap_grad_reduce:
+        reduce_in_fixed_order(wrapped)
+    return wrapped
+
+
+def _fully_sharded(run: RunConfig, groups: Groups, model: MegatronModule) -> ShardedModel:
+    """Wrap the model, and divide what the run says over the data-parallel ranks."""
+    dtype = params_dtype(run)
+    is_half = dtype != torch.float32
+    over = sharding_groups()
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=run.parallel.fsdp,
+        num_distributed_optimizer_instances=run.parallel.hsdp_replicas,
+        overlap_grad_reduce=True,
+        overlap_param_gather=run.parallel.divides_weights,
+        bucket_size=_BUCKET_SIZE,
+        megatron_fsdp_main_params_dtype=torch.float32 if is_half else None,  # None: the weights are the main ones
+        megatron_fsdp_main_grads_dtype=torch.float32,
+        check_for_nan_in_grad=False,  # as above
+    )
+    inner = Float16Module(model.config, model) if is_half else model
+    inner.config = model.config
+    experts = over.expert_shards if model.config.num_moe_experts else None
+    mesh_groups = MeshGroups(over.shards, over.replicas, over.whole, experts, group_of_this_rank())
+    return ShardedModel(inner, config, mesh_groups, groups.device)
+
+
+@contextmanager
+def _own_stream() -> Iterator[None]:
+    """Do something on a CUDA stream of its own, after what came before and before what follows.
+
+    Autograd adds up the gradients of a parameter on the stream where that was prepared, which data parallelism does,
+    and nothing on the default stream can be part of a CUDA graph.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def overlaps_param_gather(run: RunConfig) -> bool:
+    """Return whether a run on GPUs gathers weights during the forward pass; only a distributed optimizer shards
+    them.
+
+    Not those of adapters: megatron-core waits for weights before the forward pass of the module that has them, and
+    adapters are read by the layers that they belong to. They are small.
+    """
+    parallel = run.parallel
+    is_enabled = parallel.overlap_grad_reduce and parallel.overlap_param_gather
+    return parallel.use_distributed_optimizer and is_enabled and not run.adapter.is_on
+
+
+def gathers_ahead(chunk: DataParallelModel) -> bool:
+    """Return whether weights that the last update has changed are gathered in the next forward pass, and stay whole."""
+    return bool(chunk.ddp_config.overlap_param_gather) and not isinstance(chunk, ShardedModel)
+
+
+def alike_here(model: VisionLanguageModel, chunk: DataParallelModel) -> dict[str, Tensor]:
+    """Return what this rank holds of the trained parameters that every tensor-parallel rank has alike, by their names
+    in the whole model."""
+    names = alike(model)
+    if not isinstance(chunk, ShardedModel):
+        return dict(names)
+    parameters = set(names.values())
+    return {
+        whole_name(model, shard.name): shard.weights for shard in own_shards(chunk) if shard.parameter in parameters
+    }
+
+
+class TowerGradients:
+    """Adds up the gradients of whole towers over the tensor-parallel ranks, once in a step."""
+
+    def __init__(self, chunks: Sequence[DataParallelModel], models: Sequence[VisionLanguageModel]) -> None:
+        """chunks: the wrapped `models`."""
+        of_towers = {p for model in models if model.pre_process for p in model.vision_model.parameters()}
+        self._parts = [self._parts_of(chunk, of_towers) for chunk in chunks]
+
+    @staticmethod
+    def _parts_of(chunk: DataParallelModel, of_towers: set[torch.nn.Parameter]) -> Callable[[], list[Tensor]]:
+        """Return what finds this rank's gradients of the towers after a backward pass."""
+        if isinstance(chunk, ShardedModel):
+            return lambda: own_gradients(chunk, of_towers)
+        ranges = list(gradient_ranges(chunk, of_towers))
+        return lambda: ranges
+
+    def finalize(self, chunks: list[DataParallelModel], *args: Any, **kwargs: Any) -> None:
+        """Finalize gradients as megatron-core does, then add up (called by megatron-core's schedules).
+
+        They are divided by the number of tokens before they are added up.
+        """
+        finalize_model_grads(chunks, *args, **kwargs)
+        for gradients in (x for parts in self._parts for x in parts()):
+            dist.all_reduce(gradients, group=tensor_parallel_group())

@@ -68,6 +68,8 @@ class RunLayout:
     graphs: bool = False
     graphs_vision: bool = False
     trains_language: bool = True
+    trains_expanded: bool = False
+    """Of the language model, the inserted layers alone."""
     trains_tower: bool = False
     trains_projection: bool = True
     adapter: Adapter = Adapter()
@@ -165,6 +167,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         graphs=model.cuda_graphs,
         graphs_vision=model.cuda_graphs_vision,
         trains_language=not adapter.is_on and not model.freeze_language_model,
+        trains_expanded=model.train_expanded,
         trains_tower=not adapter.is_on and trains_tower(run),
         trains_projection=not adapter.is_on and trains_projection(run),
         adapter=Adapter(

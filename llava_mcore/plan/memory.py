@@ -198,9 +198,10 @@ def output_layer(model: Model, layout: RunLayout, work: Work) -> float:
     """Return the bytes of the output layer and its loss in chunks (benchmarks/formulas.md)."""
     h, rows = model.decoder.hidden, layout.padded_vocab(model.decoder.vocab) / layout.tp
     tokens = work.trained
-    trained = 4 * rows * h if layout.trains_language else 0
+    is_trained = layout.trains_language and not layout.trains_expanded
+    trained = 4 * rows * h if is_trained else 0
     chunk = 4 * min(CHUNK, tokens) * rows
-    return trained + 2 * tokens * h + max(chunk * 1.5, (2 * rows * h if layout.trains_language else 0) + 2 * tokens * h)
+    return trained + 2 * tokens * h + max(chunk * 1.5, (2 * rows * h if is_trained else 0) + 2 * tokens * h)
 
 
 def _temporary(model: Model, layout: RunLayout, work: Work) -> float:

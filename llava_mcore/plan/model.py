@@ -56,6 +56,8 @@ class Decoder:
     delta_heads: tuple[int, int] = (0, 0)
     """Heads of keys and of values."""
     experts: ExpertShape | None = None
+    expanded: int = 0
+    """Layers that build --expand-layers has inserted."""
 
     @property
     def queries(self) -> int:

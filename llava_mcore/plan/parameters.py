@@ -52,10 +52,13 @@ def stage_parameters(model: Model, layout: RunLayout, stage: int) -> StageParame
     of_experts = _expert_adapters(model, layout, num_layers)
     adapter = _adapter_parameters(model, layout, num_layers, first=first) + of_experts
     trained = adapter
+    share = float(layout.trains_language)
+    if layout.trains_expanded:
+        share = decoder.expanded / decoder.num_layers
     if not layout.adapter.is_on:
-        trained += (layers + experts + small + ends) * layout.trains_language
+        trained += (layers + experts + small) * share + ends * (layout.trains_language and not layout.trains_expanded)
         trained += tower * layout.trains_tower + connector * layout.trains_projection
-    of_experts += experts * (layout.trains_language and not layout.adapter.is_on)
+    of_experts += experts * (0.0 if layout.adapter.is_on else share)
     return StageParameters(layers, small, ends, tower, connector, adapter, trained, experts, of_experts)
 
 
@@ -91,7 +94,7 @@ def _adapter_parameters(model: Model, layout: RunLayout, num_layers: int, *, fir
 def owned_tables(layout: RunLayout, p: StageParameters) -> float:
     """Return how many of the same are in no linear layer: those of embeddings, the output layer, norms and biases. A
     tower's few are not counted."""
-    if layout.adapter.is_on or not layout.trains_language:
+    if layout.adapter.is_on or layout.trains_expanded or not layout.trains_language:
         return 0.0
     return (p.ends + p.small) / (layout.dp if layout.distributed_optimizer else 1)
 

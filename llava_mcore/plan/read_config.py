@@ -94,7 +94,12 @@ def _model(kind: str, values: Values, processor: Values) -> Model:
     if named not in TOWERS:
         raise ConfigError(f"{section}.model_type is {named!r}, expected one of {', '.join(TOWERS)}")
     vision = TOWERS[named] | {key: x for key, x in of_tower.items() if x is not None}
-    decoder = _decoder(text_kind, text, tied=kind != "qwen2_audio" and bool(top_level.get("tie_word_embeddings")))
+    decoder = _decoder(
+        text_kind,
+        text,
+        len(top_level.get("expanded_layers") or ()),
+        tied=kind != "qwen2_audio" and bool(top_level.get("tie_word_embeddings")),
+    )
     tower = read_tower(named, vision, top_level)
     inner = len(vision.get("deepstack_visual_indexes", ())) if kind in ("qwen3_vl", "qwen3_vl_moe") else 0
     return Model(
@@ -108,7 +113,7 @@ def _model(kind: str, values: Values, processor: Values) -> Model:
     )
 
 
-def _decoder(kind: str, text: Values, *, tied: bool) -> Decoder:
+def _decoder(kind: str, text: Values, expanded: int, *, tied: bool) -> Decoder:
     heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
     head_dim = int(text.get("head_dim") or hidden // heads)
     windows = kind not in _COMPUTES_WINDOWS and text.get("use_sliding_window", True)
@@ -132,6 +137,7 @@ def _decoder(kind: str, text: Values, *, tied: bool) -> Decoder:
         max_positions=int(text["max_position_embeddings"]),
         window=int(text["sliding_window"]) if windows and text.get("sliding_window") else None,
         experts=experts,
+        expanded=expanded,
         **delta,
     )
 

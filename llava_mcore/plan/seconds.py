@@ -278,6 +278,7 @@ def _output(model: Model, layout: RunLayout, work: Work, machine: Machine) -> Pa
     tokens = work.trained
     flows = layout.trains_language or layout.adapter.is_on or flows_below(layout, "language")
     products = machine.product(min(tokens, 2048.0), d.hidden, rows) * max(1.0, tokens / 2048)
-    moved = machine.moved(tokens * rows * 20 + (12 * rows * d.hidden if layout.trains_language else 0))
+    is_trained = layout.trains_language and not layout.trains_expanded
+    moved = machine.moved(tokens * rows * 20 + (12 * rows * d.hidden if is_trained else 0))
     messages = machine.collective(2 * tokens * d.hidden, tp) * 2
-    return Pass(output=products * (1 + float(flows) + float(layout.trains_language)) + moved, messages=messages)
+    return Pass(output=products * (1 + float(flows) + float(is_trained)) + moved, messages=messages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.parallel.answer_checks import ASKED, train_and_ask
 from tests.parallel.checks import join
 from tests.parallel.class_curve_checks import RECOMPUTED, _flags, _steps
 from tests.parallel.expert_checks import Layout
@@ -32,3 +33,14 @@ def train(layout: Layout, cases: dict[str, dict[str, Any]], save_dir: str, most_
             run = run_config(groups.tp_size, groups.pp_size, case["checkpoint"], save_dir, **flags)
             found[way] = _steps(groups, run, case, 1, most_steps, packed=True)
     return found
+
+
+def answers_while_training(layout: Layout, checkpoint: str, data: str, save_dir: str) -> dict[str, Any]:
+    """Ask, train and ask in turns: see `train_and_ask`."""
+    groups = join(*layout)
+    flags = {
+        "parallel.expert_model_parallel_size": groups.ep_size,
+        "parallel.sequence_parallel": groups.tp_size > 1,
+        "parallel.use_distributed_optimizer": True,
+    }
+    return train_and_ask(groups, checkpoint, data, save_dir, ASKED | flags, steps=1)

@@ -29,7 +29,8 @@ GEMMAS = {
     "gemma3": TinyModel(partial(make_hf_llava, vision="siglip", text="gemma3"), OF_PICTURES),
 }
 """Their attention has windows and soft caps."""
-CLASSES = EVERY_CLASS | DIVISIBLE | GEMMAS
+DELTA_NETS = {"qwen3_5": TinyModel(partial(make_hf_qwen, name="qwen3_5", seed=1), OF_QWEN)}
+CLASSES = EVERY_CLASS | DIVISIBLE | GEMMAS | DELTA_NETS
 ONE: Layout = (1, 1, 1)
 LAYOUTS: list[Layout] = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
 """tp, cp, pp."""

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from llava_mcore.convert.import_hf import import_hf
+from tests.helpers.shards import make_dataset
+from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import WITH_EXPERTS
 from tests.helpers.world import run_world
 from tests.parallel import expert_class_checks
@@ -55,3 +57,17 @@ def test_adapters_of_shared_and_other_experts(curves: Any, name: str) -> None:
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert expected["loss"][-1] < expected["loss"][0]
+
+
+def test_answers_where_replicas_write_different_numbers_of_tokens(tmp_path: Path) -> None:
+    """Each replica of two processes has all experts: the answers, and the losses around them, of one process."""
+    make_hf_llava(tmp_path / "hf", text="qwen3_moe")
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    make_dataset(tmp_path / "data", num_samples=32)
+    split = "split_parts: {train: [000001.tar], val: [000000.tar], test: []}\nexclude: []\n"
+    (tmp_path / "data" / ".nv-meta" / "split.yaml").write_text(split)
+    given = {"checkpoint": str(tmp_path / "megatron"), "data": str(tmp_path / "data"), "save_dir": str(tmp_path)}
+    answers = expert_class_checks.answers_while_training
+    one, four = (run_world(size, answers, layout=x, **given)[0] for x, size in ((ONE, 1), ((2, 1, 2, 1), 4)))
+    assert four["rounds"][0] == one["rounds"][0] and len(one["rounds"][0][1]) == 15
+    assert four["losses"][0] == pytest.approx(one["losses"][0], rel=1e-5)

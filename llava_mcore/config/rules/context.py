@@ -57,7 +57,12 @@ def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterato
                     f"--cp-comm-type a2a divides heads, and --tp {tp} x --cp {cp} = {tp * cp} does not divide the "
                     f"{size} {quantity} heads of {source}: lower --cp, or use --cp-comm-type p2p"
                 )
-    if dims.delta_key_heads:
-        yield f"--cp {cp} does not work yet with the gated delta nets of {source}: omit it"
+    # Delta nets read tokens in order, so that their ranks divide heads.
+    for quantity, size in (("key", dims.delta_key_heads), ("value", dims.delta_value_heads)):
+        if size % (tp * cp):
+            yield (
+                f"--tp {tp} x --cp {cp} = {tp * cp} does not divide the {size} {quantity} heads of the delta nets of "
+                f"{source}, which its processes divide: lower --cp"
+            )
     if dims.num_experts:
         yield f"--cp {cp} does not work yet with the mixtures of experts of {source}: omit it"

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from llava_mcore.compat.delta_rule import building_without_kernels, fla_kernels, has_fla, torch_rule
 from llava_mcore.config.rules.delta_nets import MISSING_KERNELS
 from llava_mcore.errors import ConfigError
+from llava_mcore.parallel.context import HeadExchange, gathered_rows
+from llava_mcore.parallel.groups import context_parallel_group
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Hugging Face's linear layers that are one in megatron-core, in its order."""
@@ -144,15 +146,21 @@ class DeltaNet(GatedDeltaNet):
     """A gated delta net in place of a layer's attention."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        if config.context_parallel_size != 1:
-            raise ValueError("DeltaNet has no context parallelism")
         on_gpu = not config.use_cpu_initialization
         if on_gpu and not config.deterministic_mode and not has_fla():
             raise ConfigError(MISSING_KERNELS)
         with building_without_kernels(on_cpu=config.use_cpu_initialization):
             super().__init__(config, *args, **kwargs)
+        # Context-parallel ranks have a part of the tokens, but compute the rule of all tokens for a part of the heads.
+        self.num_contexts = config.context_parallel_size
+        *of_rule, of_gate, of_beta, of_alpha = self.in_proj_split_sections
+        self.parts = (sum(of_rule), of_gate, of_beta, of_alpha)
+        """Columns of what the rule reads, of the gate, and of what beta and decay are computed from."""
         self.delta_rule = DeltaRule(
-            self.num_k_heads_local_tp, self.key_head_dim, self.value_head_dim, deterministic=config.deterministic_mode
+            self.num_k_heads_local_tp // self.num_contexts,
+            self.key_head_dim,
+            self.value_head_dim,
+            deterministic=config.deterministic_mode,
         )
         # The rows of both are divided section by section.
         sections = tuple(x * self.tp_size for x in self.in_proj_split_sections)
@@ -169,14 +177,32 @@ class DeltaNet(GatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [s, b, h] and no bias, of [s, b, h]; with sequence parallelism s is the rank's."""
         projected, _bias = self.in_proj(hidden_states)
-        mixed, gate, beta, alpha = projected.transpose(0, 1).split(self.feat_dim_split, dim=-1)
+        mixed, gate, beta, alpha = projected.transpose(0, 1).split(self.parts, dim=-1)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        attended = self.delta_rule(
-            mixed, self.conv1d.weight.squeeze(1), decay, beta.sigmoid(), _bounds(packed_seq_params)
-        )
+        rule = self.delta_rule if self.num_contexts == 1 else self._rule_of_heads
+        attended = rule(mixed, self.conv1d.weight.squeeze(1), decay, beta.sigmoid(), _bounds(packed_seq_params))
         normed = self.out_norm(attended, gate.unflatten(-1, (-1, self.value_head_dim)))
         output, bias = self.out_proj(normed.flatten(2).transpose(0, 1).contiguous())
         return output, bias
+
+    def _rule_of_heads(
+        self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor | None
+    ) -> Tensor:
+        """As `DeltaRule.forward`, of this context-parallel rank's tokens; a collective call. bounds: of whole
+        sequences."""
+        group, cp = context_parallel_group(), self.num_contexts
+        length = cp * mixed.shape[1]
+        ends = mixed.new_tensor([0, length], dtype=torch.int32) if bounds is None else bounds
+        exchange = HeadExchange(gathered_rows(ends, length, cp), group)
+        # Of queries, keys and values the part of each rank's heads, [s, b, cp, c / cp]; then those two of value heads.
+        sections = self.in_proj_split_sections[:3]
+        of_ranks = torch.cat([x.unflatten(-1, (cp, -1)) for x in mixed.split(sections, dim=-1)], dim=-1)
+        gates = torch.stack([decay, beta.to(decay.dtype)], dim=-1).unflatten(2, (cp, -1)).flatten(3)
+        mixed, gates = (exchange.to_heads(x.transpose(0, 1)).squeeze(2).transpose(0, 1) for x in (of_ranks, gates))
+        decay, local_beta = gates.unflatten(-1, (-1, 2)).unbind(-1)
+        weight = torch.cat([x.chunk(cp)[group.rank()] for x in weight.split(sections)])
+        attended = self.delta_rule(mixed, weight, decay, local_beta.to(beta.dtype), bounds)
+        return exchange.to_tokens(attended.transpose(0, 1)).transpose(0, 1)
 
 
 def delta_layer(spec: ModuleSpec) -> ModuleSpec:

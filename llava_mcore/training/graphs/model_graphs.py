@@ -19,7 +19,7 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.patches import PatchTransformer
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.packs import PatchPacks, TokenPacks
-from llava_mcore.training.graphs.segments import factors_of, has_experts
+from llava_mcore.training.graphs.segments import factors_of, has_experts, segment_of
 
 LAYERS_PER_GRAPH = 4
 """Larger graphs copy and keep less between them; smaller ones let gradients be reduced earlier, which is of no use for
@@ -40,7 +40,10 @@ def model_graphs(model: VisionLanguageModel, chunk: DistributedDataParallel, run
     Raises:
         ConfigError: the model cannot have them.
     """
-    graphs = [decoder_graphs(model.language_model, chunk, run.data.seq_length, model.num_deepstack)]
+    below = (model.vision_model, model.vision_projection)
+    flows_below = any(p.requires_grad for part in below for p in part.parameters())
+    longest = run.data.seq_length
+    graphs = [decoder_graphs(model.language_model, chunk, longest, model.num_deepstack, flows_below=flows_below)]
     if run.model.cuda_graphs_vision:
         graphs.append(tower_graphs(model.vision_model, chunk, run))
     return graphs
@@ -55,26 +58,31 @@ def most_patches(tower: PatchTransformer, data: DataConfig) -> int | None:
 
 
 def decoder_graphs(
-    model: LanguageModel, chunk: DistributedDataParallel, longest: int, num_deepstack: int
+    model: LanguageModel, chunk: DistributedDataParallel, longest: int, num_deepstack: int, *, flows_below: bool
 ) -> LayerGraphs:
     """Return the graphs of a decoder's layers.
 
     Args:
         longest: largest length of a sample.
         num_deepstack: layers after which features are added.
+        flows_below: something that the layers' input depends on is trained.
 
     Raises:
         ConfigError: the model cannot have them.
     """
-    config = model.config
+    config, packs = model.config, TokenPacks(longest)
+    segments = list(decoder_segments(model, num_deepstack))
+    of_first = segment_of(segments[0], packs).parameters()
+    has_gradient = flows_below or not has_experts(segments[0][0]) or any(p.requires_grad for p in of_first)
     reasons = {
+        "captures attention in layers with experts, and that of the first trains nothing here": not has_gradient,
         "needs Transformer Engine's layers, which this run does not have": config.transformer_impl == "local",
         "does not work with dropout, which config.json asks for": config.attention_dropout or config.hidden_dropout,
     }
     errors = [f"--cuda-graphs {reason}: omit the flag" for reason, holds in reasons.items() if holds]
     if errors:
         raise ConfigError("\n".join(errors))
-    return LayerGraphs(decoder_segments(model, num_deepstack), config, chunk, TokenPacks(longest))
+    return LayerGraphs(segments, config, chunk, packs)
 
 
 def tower_graphs(tower: nn.Module, chunk: DistributedDataParallel, run: RunConfig) -> LayerGraphs:

@@ -61,6 +61,7 @@ def test_layouts_that_fit(good: list[str], changes: list[str], on_gpus: bool) ->
             ["data.packing=false", "model.attention_backend=flash"],
             "--cp 2: --flash-attn divides the tokens of packed samples only: add --packing",
         ),
+        (["parallel.fsdp=optim"], "--fsdp optim does not work with --cp yet: use --dist-optim"),
         (["model.cuda_graphs=true"], "--cuda-graphs does not work with --cp 2 yet: omit one of them"),
         (["validation.eval_generate=5"], "--eval-generate does not work with --cp 2 yet: omit one of them"),
     ],
@@ -76,7 +77,11 @@ def test_each_rule(good: list[str], changes: list[str], expected: str) -> None:
     ("dims", "changes", "expected"),
     [
         ({"num_query_groups": 1}, [f"{COMM_TYPE}=a2a"], "does not divide the 1 key/value heads of M: lower --cp"),
-        ({"delta_key_heads": 8, "delta_value_heads": 8}, [], "does not work yet with the gated delta nets of M"),
+        (
+            {"delta_key_heads": 2, "delta_value_heads": 8, "delta_width": 64},
+            [f"{CP}=4"],
+            "--tp 1 x --cp 4 = 4 does not divide the 2 key heads of the delta nets of M",
+        ),
         ({"num_experts": 8}, [], "does not work yet with the mixtures of experts of M"),
     ],
     ids=str,

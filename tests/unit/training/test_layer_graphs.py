@@ -262,6 +262,10 @@ def test_experts_follow_without_a_graph(tmp_path: Path, calls: Calls) -> None:
     model = trainer.models[0].language_model
     segments = list(model_graphs.decoder_segments(model))
     assert [[layer.layer_number for layer in layers] for layers in segments] == [[1], [2], [3], [4]]
+    frozen = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **{"adapter.expert_r": 2})
+    with pytest.raises(ConfigError, match="in layers with experts, and that of the first trains nothing here: omit"):
+        adapted = make_trainer(join_alone(), frozen)
+        model_graphs.model_graphs(adapted.models[0], adapted.chunks[0], frozen)
     graphs = LayerGraphs(segments, model.config, trainer.chunks[0], TokenPacks(LENGTH))
     captured = {id(p) for segment in graphs._segments for p in segment.parameters()}
     names = {name for name, p in model.decoder.layers.named_parameters() if id(p) not in captured}

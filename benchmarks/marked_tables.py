@@ -18,12 +18,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
 IN_FP8 = "÷ hf-fp8"
 PEERS = {
+    "÷ swift": "Megatron-SWIFT",
+    "÷ lmms": "lmms-engine",
     "÷ hf": "Hugging Face, packed",
     IN_FP8: "Hugging Face in FP8, packed",
     "÷ hf-padded": "Hugging Face, padded",
     "÷ PEFT": "PEFT with Liger",
 }
 """Columns of ratios to a peer that was measured in the same run."""
+BEST_FIRST = ("÷ swift", "÷ lmms", "÷ hf-padded", "÷ hf", "÷ PEFT")
+"""The peer that a row names, if there are several: products first."""
 IN_BF16 = {"none": "", "ours lora": "", "ours nf4": " (NF4)"}
 WITH_FP8 = {"delayed": "", "delayed+vision": " (tower too)", "ours fp8only": ""}
 """Our rows -> what is said beside their speed."""
@@ -43,6 +47,13 @@ MEASURED = {
     "adapters_7b_nf4": "LLaVA-1.5-7B, QLoRA",
 }
 """Files of results in the table of docs/performance.md, and what they are called there."""
+PRODUCTS = {
+    "products_qwen3_vl_30b_a3b": "Qwen3-VL-30B-A3B, 12 of 48 layers",
+    "products_qwen3_vl_8b": "Qwen3-VL-8B",
+    "products_qwen2_5_vl_7b": "Qwen2.5-VL-7B, tower trained",
+    "products_qwen2_5_vl_7b_lora": "Qwen2.5-VL-7B, LoRA",
+}
+"""Files of runs beside products: those that exist come first in the tables."""
 ON_FRONT_PAGE = (
     *("train_step_7b_2", "train_step_7b_4_gbs192", "train_step_onevision_2", "train_step_qwen2_5_vl_2"),
     *("train_step_qwen2_audio_1", "adapters_7b", "adapters_7b_nf4"),
@@ -70,7 +81,12 @@ def with_table(text: str, table: str) -> str:
 
 def front_page() -> str:
     """Return README.md's table: speed beside the best peer."""
-    return speed_table(ON_FRONT_PAGE, memory=False)
+    return speed_table((*beside_products(), *ON_FRONT_PAGE), memory=False)
+
+
+def beside_products() -> tuple[str, ...]:
+    """Return the files of runs beside products that have been measured."""
+    return tuple(name for name in PRODUCTS if (RESULTS / f"{name}.json").exists())
 
 
 def speed_table(names: Sequence[str], *, memory: bool) -> str:
@@ -82,8 +98,8 @@ def speed_table(names: Sequence[str], *, memory: bool) -> str:
         ours = _fastest(_rows(name))
         plain = next(row for row in ours if row["what"] in IN_BF16)
         fp8 = next((row for row in ours if row["what"] in WITH_FP8), {})
-        peer = next((x for x in ("÷ hf-padded", "÷ hf", "÷ PEFT") if x in plain), None)
-        cells = [MEASURED[name], _gpu(name), _speed(plain, IN_BF16), _speed(fp8, WITH_FP8)]
+        peer = next((x for x in BEST_FIRST if x in plain), None)
+        cells = [(PRODUCTS | MEASURED)[name], _gpu(name), _speed(plain, IN_BF16), _speed(fp8, WITH_FP8)]
         cells += [PEERS[peer], _ratio(plain, peer), _ratio(fp8, peer)] if peer else ["not measured", "-", "-"]
         cells += [_ratio(fp8, IN_FP8)]
         cells += [_gib(plain), _gib(fp8), str(plain.get("MFU %", "-"))] if memory else []
@@ -180,7 +196,7 @@ def _gpu(name: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "README.md": front_page,
-    "docs/performance.md": lambda: speed_table(tuple(MEASURED), memory=True),
+    "docs/performance.md": lambda: speed_table((*beside_products(), *MEASURED), memory=True),
     "examples/llava-1.5-7b/README.md": llava,
     "examples/llava-onevision-7b/README.md": lambda: _steps(
         [(name, _rows(name)[0]) for name in ("train_step_onevision_2", "train_step_siglip_qwen_4")]

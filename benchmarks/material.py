@@ -67,7 +67,14 @@ def make_shards(
     sizes: Sequence[tuple[int, int]] = ((640, 480),),
     num_images: int = 1,
 ) -> Path:
-    """Write and index shards of conversations with lengths like LLaVA's mix: nine of ten with one image.
+    """Write and index shards of `conversations`."""
+    return write_shards(folder, conversations(num_samples, sizes, num_pictures, num_images), num_shards)
+
+
+def conversations(
+    num_samples: int, sizes: Sequence[tuple[int, int]], num_pictures: int = 64, num_images: int = 1
+) -> list[Sample]:
+    """Return conversations with lengths like LLaVA's mix: nine of ten with one image.
 
     With more, each has `num_images` of them and an answer as long as those to as many. Answers are cut from Python's
     language reference, which every Python brings: English that a model can learn.
@@ -84,7 +91,7 @@ def make_shards(
         question = "<image>\n" * (num_images if has_picture else 0) + "What is this?"
         first, *more = (pictures[(number * num_images + i) % num_pictures] for i in range(num_images))
         samples.append(Sample(question, answer, first if has_picture else None, more_pictures=tuple(more)))
-    return write_shards(folder, samples, num_shards)
+    return samples
 
 
 def make_sound_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_sounds: int = 64) -> Path:

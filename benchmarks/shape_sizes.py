@@ -35,6 +35,15 @@ QWEN3_5_9B = {
     "vocab_size": 248320,
 }
 QWEN3_VL_VIT = {**QWEN3_5_VIT, "deepstack_visual_indexes": [8, 16, 24]}
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
 QWEN3_30B_A3B = {
     "hidden_size": 2048,
     "intermediate_size": 6144,

@@ -25,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen2VLImageProcessor,
     Qwen3_5Config,
+    Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SiglipImageProcessor,
     SiglipVisionConfig,
@@ -40,6 +41,7 @@ from benchmarks.shape_sizes import (
     QWEN1_7B,
     QWEN3_5_9B,
     QWEN3_5_VIT,
+    QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN3_VL_VIT,
     QWEN_7B,
@@ -73,7 +75,7 @@ def random_sizes(shortest: int, longest: int, number: int = 64) -> tuple[Size, .
     return tuple((draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(number))
 
 
-Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_audio"]
+Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_audio"]
 """The model_type of a Hugging Face class."""
 
 
@@ -100,6 +102,7 @@ SHAPES: dict[str, Shape] = {
     "siglip-so400m-qwen2.5-7b": Shape("llava", SO400M, QWEN_7B, "siglip", "qwen2"),
     "llava-onevision-7b": Shape("llava_onevision", SO400M, QWEN_7B, "siglip", "qwen2", PHOTOGRAPHS),
     "qwen2.5-vl-7b": Shape("qwen2_5_vl", QWEN_VIT, QWEN_7B, sizes=random_sizes(300, 1600)),
+    "qwen3-vl-8b": Shape("qwen3_vl", QWEN3_VL_VIT, QWEN3_8B, sizes=random_sizes(300, 1600)),
     "qwen3-vl-30b-a3b": Shape("qwen3_vl_moe", QWEN3_VL_VIT, QWEN3_30B_A3B, sizes=random_sizes(300, 1600)),
     "qwen3.5-9b": Shape("qwen3_5", QWEN3_5_VIT, QWEN3_5_9B, sizes=random_sizes(300, 1600)),
     "qwen2-audio-7b": Shape("qwen2_audio", WHISPER_LARGE, QWEN1_7B, decoder="qwen2", sizes=NO_PICTURES),
@@ -165,7 +168,7 @@ def make_hf_folder(folder: Path, name: str, *, seq_length: int, num_layers: int 
     if num_layers is not None:
         text["num_hidden_layers"] = num_layers
     writers = {"qwen2_5_vl": _write_qwen, "qwen2_audio": _write_audio}
-    writers |= {"qwen3_vl_moe": _write_qwen3_vl_moe, "qwen3_5": _write_qwen3_5}
+    writers |= {"qwen3_vl": _write_qwen3_vl, "qwen3_vl_moe": _write_qwen3_vl, "qwen3_5": _write_qwen3_5}
     return writers.get(shape.kind, _write_llava)(folder, shape, text)
 
 
@@ -226,13 +229,14 @@ def _write_qwen(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedC
     return _save(folder, config, images, tokenizer)
 
 
-def _write_qwen3_vl_moe(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
-    """Write a folder of Qwen3VLMoeForConditionalGeneration: experts in every layer."""
+def _write_qwen3_vl(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
+    """Write a folder of Qwen3VL(Moe)ForConditionalGeneration, the latter with experts in every layer."""
     half = text["head_dim"] // 2
     others = half * 5 // 16
     sections = [half - 2 * others, others, others]  # 24, 20, 20 of 64 frequencies in the 30B model
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
-    return _write_qwen3(folder, Qwen3VLMoeConfig, shape, {**text, "rope_parameters": rope})
+    config_class = Qwen3VLMoeConfig if shape.kind == "qwen3_vl_moe" else Qwen3VLConfig
+    return _write_qwen3(folder, config_class, shape, {**text, "rope_parameters": rope})
 
 
 def _write_qwen3_5(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:

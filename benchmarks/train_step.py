@@ -35,11 +35,12 @@ import torch
 from benchmarks import read_trace
 from benchmarks.material import make_shards, make_sound_shards, make_weights
 from benchmarks.peer_model import Reshard
+from benchmarks.peers.run import chosen, product, refused
 from benchmarks.record import RESERVED, ROOT, show, write_record
 from benchmarks.runs import RECIPES, run_command, training_command
 from benchmarks.shapes import SHAPES, Size, make_hf_folder
 from benchmarks.train_step_peer import peer
-from benchmarks.train_step_rows import PEERS, Entry, row_of
+from benchmarks.train_step_rows import PEERS, PRODUCTS, Entry, row_of
 
 GRAPHS = {
     "off": (),
@@ -75,7 +76,7 @@ def main() -> None:
         for number in range(args.rounds):
             for place, entry in enumerate(entries):
                 if not entry.error:
-                    run = peer if entry.is_peer else ours
+                    run = product if entry.what in PRODUCTS else peer if entry.is_peer else ours
                     shards = data[SHAPES[entry.shape].sizes]
                     run(args, entry, folder, shards, folder / f"{place}-{number}")
                     print(json.dumps(row_of(args, entry, entries)), flush=True)
@@ -135,6 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--images", type=int, default=1, help="of a sample, for long ones")
     parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
+    parser.add_argument("--lora-r", type=int, help="train adapters of the decoder, ours and the products'")
     parser.add_argument(
         "--cuda-graphs", nargs="+", default=["off"], choices=GRAPHS, help="vision: of a trained tower too"
     )
@@ -157,7 +159,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--spread", action="store_true", help="profile one step more of ours on all ranks")
     parser.add_argument("--traces", type=Path, help="profile one step more of ours, and keep the trace in this folder")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="compare with Hugging Face stacks")
+    parser.add_argument("--peer", nargs="+", choices=[*PEERS, *PRODUCTS], default=[], help="compare with them")
+    parser.add_argument("--peer-packages", type=Path, help="folder of benchmarks.peers.install, for swift and lmms")
     parser.add_argument("--peer-micro-batch-size", type=int, help="packs of a packed peer (default: as ours)")
     parser.add_argument(
         "--peer-reshard",
@@ -180,6 +183,9 @@ def parse() -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_intermixed_args()  # overrides may stand between or after the options
     args.peer_micro_batch_size = args.peer_micro_batch_size or args.micro_batch_size
+    problem = refused(args)
+    if problem:
+        parser.error(problem)
     if args.peer and args.global_batch_size % (args.peer_micro_batch_size * max(1, args.gpus)):
         parser.error("--global-batch-size must be a multiple of --peer-micro-batch-size times --gpus")
     micro_batch_sizes = {size for _, _, size in sizes(args)}
@@ -211,7 +217,10 @@ def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     ]
     padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
     packed = (args.peer_micro_batch_size, args.global_batch_size)
-    return entries + [Entry(shape, name, 1, 1, *(padded if name == "hf-padded" else packed)) for name in args.peer]
+    peers = [
+        Entry(shape, name, 1, 1, *(padded if name == "hf-padded" else packed)) for name in args.peer if name in PEERS
+    ]
+    return entries + peers + chosen(args, shape, sizes(args))
 
 
 def streams(args: argparse.Namespace) -> int:
@@ -242,6 +251,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     }
     flags = ["--dist-optim", f"model.freeze_vision_model={not args.train_vision}"]
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
+    flags += ["--lora-r", str(args.lora_r), "--lora-alpha", str(2 * args.lora_r)] if args.lora_r else []
     flags += ["--vision-data-parallel"] if entry.whole_towers else []
     flags += ["--fsdp", entry.fsdp] if entry.fsdp != "none" else []
     flags += ["--sequence-parallel"] if entry.tp > 1 and "num_experts" in SHAPES[entry.shape].text else []

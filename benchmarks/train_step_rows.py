@@ -15,6 +15,7 @@ PEERS = {
     "hf-fp8": "Hugging Face, packed, float8",
     "hf-padded": "Hugging Face, padded",
 }
+PRODUCTS = {"swift": "Megatron-SWIFT", "lmms": "lmms-engine"}
 
 
 @dataclass
@@ -48,18 +49,18 @@ class Entry:
 
     @property
     def is_peer(self) -> bool:
-        return self.what in PEERS
+        return self.what in PEERS or self.what in PRODUCTS
 
 
 def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
     """Return the medians of an entry, and its speed as a multiple of our first one's and of each peer's."""
     gpus = args.gpus
-    row: dict[str, Any] = {"shape": entry.shape, "what": PEERS.get(entry.what, entry.what)}
+    row: dict[str, Any] = {"shape": entry.shape, "what": (PEERS | PRODUCTS).get(entry.what, entry.what)}
     row |= {"tp": entry.tp, "pp": entry.pp, "dp": gpus // (entry.tp * entry.cp * entry.pp)}
     if args.cp != [1] and not entry.is_peer:
         row |= {"cp": entry.cp}
     row |= {"mbs": entry.micro_batch_size, "gbs": entry.global_batch_size}
-    if args.ep > 1 and not entry.is_peer:
+    if args.ep > 1 and (not entry.is_peer or entry.what == "swift"):
         row |= {"ep": args.ep}
     if args.vision_data_parallel:
         row |= {"tower": "whole" if entry.whole_towers else "divided"}
@@ -76,12 +77,12 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
     row |= {
         "tok/s/GPU": round(speed(entry, "tokens") / gpus),
         "samples/s": round(speed(entry, "samples"), 1),
-        "TF/s/GPU": median("tflops"),
-        "MFU %": median("mfu", 100),
+        **({} if entry.what in PRODUCTS else {"TF/s/GPU": median("tflops"), "MFU %": median("mfu", 100)}),
         "s/step": median("seconds", digits=3),
         "GiB": median("memory"),
     }
     if entry.is_peer:
+        row |= {"fill": median("fill", digits=4)} if entry.what in PRODUCTS else {}
         row |= {"stack": entry.stack}
     else:
         row |= {"wait %": median("waited", 100), "fill": median("fill", digits=4)}

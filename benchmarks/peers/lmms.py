@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from benchmarks.train_step_rows import Entry
@@ -55,6 +56,7 @@ def _data(args: argparse.Namespace, kind: str, folder: Path) -> dict[str, Any]:
 
 
 def _training(args: argparse.Namespace, entry: Entry, kind: str, out: Path, recompute: bool) -> dict[str, Any]:
+    has_gpu = torch.cuda.is_available()
     return {
         "output_dir": str(out / "product"),
         "per_device_train_batch_size": entry.micro_batch_size,
@@ -67,8 +69,9 @@ def _training(args: argparse.Namespace, entry: Entry, kind: str, out: Path, reco
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
         "warmup_ratio": 0.0,
-        "bf16": True,
-        "tf32": True,
+        "use_cpu": not has_gpu,
+        "bf16": has_gpu,
+        "tf32": has_gpu,
         "gradient_checkpointing": recompute,
         "use_liger_kernel": True,
         "use_rmpad": True,
@@ -76,7 +79,7 @@ def _training(args: argparse.Namespace, entry: Entry, kind: str, out: Path, reco
         "fsdp_config": {"transformer_layer_cls_to_wrap": LAYERS[kind], "reshard_after_forward": recompute},
         "dataloader_num_workers": 8,
         "dataloader_prefetch_factor": 4,
-        "dataloader_pin_memory": True,
+        "dataloader_pin_memory": has_gpu,
         "report_to": [],
         "save_strategy": "no",
         "logging_steps": 1,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.peers import stubs
-from benchmarks.peers.cpu_look import show
+from benchmarks.peers import cpu_look, stubs
 from benchmarks.peers.meter import Meter
 from benchmarks.peers.versions import versions
 
@@ -28,7 +27,7 @@ UNUSED = (
         "av",
         "wandb",
     ),
-    *("deepspeed", "bitsandbytes"),
+    *("deepspeed", "bitsandbytes", "cv2"),
 )
 PACKAGES = ("lmms-engine", "torch", "transformers", "liger-kernel", "datasets", "flash-attn", "accelerate")
 
@@ -94,7 +93,7 @@ def look(task: Any) -> None:
     for _ in range(2):
         pack = next(rows)
         batch = collate([pack])
-        show(batch)
+        cpu_look.show(batch)
         print("conversations", len(pack), "tokens", int(batch["attention_mask"].sum()), flush=True)
     sys.stdout.flush()
     os._exit(0)

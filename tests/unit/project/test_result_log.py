@@ -18,5 +18,7 @@ def test_commands_in_the_documents_are_modules_that_there_are() -> None:
     files += (ROOT / "benchmarks").glob("*.py")
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     assert not re.findall(r"python3? benchmarks/\w+", text)
-    named = set(re.findall(r"python -m benchmarks\.(\w+)", text))
-    assert named and not [name for name in named if not (ROOT / "benchmarks" / f"{name}.py").is_file()]
+    named = set(re.findall(r"python -m benchmarks\.([\w.]*\w)", text))
+    assert named and not [
+        name for name in named if not (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file()
+    ]

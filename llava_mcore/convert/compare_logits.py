@@ -31,7 +31,7 @@ from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
 from llava_mcore.data.processors.audio_files import audio_length, decode_audio, require_libraries
 from llava_mcore.data.processors.images import decode_image
-from llava_mcore.errors import ConversionError, DataError, problems
+from llava_mcore.errors import ConversionError, DataError, problems, with_article
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
@@ -184,7 +184,7 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPromp
     except (DataError, OSError, ValueError, KeyError, ImportError) as error:
         medium = "sound" if takes_audio else "image"
         raise ConversionError(
-            f"comparing logits needs a {medium} and a processor in {hf_dir}: {why_not_loaded(error)}"
+            f"comparing logits needs {with_article(medium)} and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
     # The question, through the chat template if there is one.
     kind, asked = ("audio", _SOUND_PROMPT) if takes_audio else ("image", _PROMPT)

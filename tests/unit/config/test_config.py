@@ -117,6 +117,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--stage 1", "stage", 1),
     ("--freeze-lm", "model.freeze_language_model", True),
     ("--train-expanded", "model.train_expanded", True),
+    ("--train-expanded", "model.train_expanded", True),
     ("--train-iters 9", "training.train_iters", 9),
     ("--micro-batch-size 4", "training.micro_batch_size", 4),
     ("--global-batch-size 8", "training.global_batch_size", 8),

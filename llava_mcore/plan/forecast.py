@@ -80,7 +80,8 @@ class Forecast:
 
 
 def forecast(run: RunConfig, world: int, read: Callable[[], Model], device: str) -> Forecast | None:
-    """Predict a run. None where a plan does not apply: an unknown GPU, sizes it cannot read, an adapter from a folder.
+    """Predict a run. None where a plan does not apply: an unknown GPU, sizes it cannot read, an adapter from a folder,
+    divided samples (--cp).
 
     Args:
         read: returns the model's sizes.
@@ -88,6 +89,8 @@ def forecast(run: RunConfig, world: int, read: Callable[[], Model], device: str)
     """
     gpu = gpu_of_device(device)
     if gpu is None or run.adapter.load is not None or run.training.precision == "fp32":
+        return None
+    if run.parallel.context_parallel_size > 1:
         return None
     try:
         searched = _searched(run, world, read(), gpu)

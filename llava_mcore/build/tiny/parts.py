@@ -22,7 +22,7 @@ BOS, EOS, PAD = 1, 2, 3
 _VOCAB_SIZE = 400
 _CENTERED = (Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm)
 _CORPUS = (
-    "USER: What is this? ASSISTANT: This is an image of a small red house.",
+    "USER: What is this? ASSISTANT: This is a picture of a small red house.",
     "Which digit is shown? It is seven. Is it even? no. yes. 0 1 2 3 4 5 6 7 8 9",
     "The quick brown fox jumps over the lazy dog.",
 )

@@ -13,7 +13,7 @@ from llava_mcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """What the environment says of this machine; None is left to flags.
+    """This machine's place in a cluster, as the environment gives it; None is left to flags.
 
     Attributes:
         source: the variable that says it, for messages.

@@ -1,4 +1,4 @@
-"""What every rank is told of a micro-batch before its tensors are sent: their shapes.
+"""The shapes of a micro-batch's tensors, which every rank is told before they are sent.
 
 b: samples, s: tokens.
 """

@@ -69,7 +69,7 @@ class RunLayout:
     graphs_vision: bool = False
     trains_language: bool = True
     trains_expanded: bool = False
-    """Of the language model, the inserted layers alone."""
+    """Whether only the inserted layers of the language model are trained."""
     trains_tower: bool = False
     trains_projection: bool = True
     adapter: Adapter = Adapter()

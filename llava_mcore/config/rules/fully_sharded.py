@@ -8,7 +8,7 @@ from llava_mcore.config.schema import RunConfig
 
 
 def check_fully_sharded(run: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield what --fsdp cannot do together with."""
+    """Yield options that do not work with --fsdp."""
     parallel = run.parallel
     if parallel.fsdp == "none":
         return

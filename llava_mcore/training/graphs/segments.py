@@ -1,4 +1,4 @@
-"""What becomes one CUDA graph: layers that follow each other, or the attention of a layer with experts.
+"""Parts that become one CUDA graph: consecutive layers, or the attention of a layer with experts.
 
 t: tokens or patches, h: hidden size.
 """

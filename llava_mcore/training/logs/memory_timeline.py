@@ -16,7 +16,7 @@ from typing import Any
 
 OWNED = ("weights", "gradients", "optimizer state")
 BEFORE = "other tensors, from before"
-"""What was there when recording began."""
+"""Memory that was allocated before recording began."""
 UNKNOWN = "activations and other tensors"
 """All but the owned tensors, without a record."""
 CATEGORIES = (

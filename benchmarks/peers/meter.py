@@ -1,4 +1,4 @@
-"""The time, tokens and memory of a product's training steps, as JSON lines: a line a step, written by rank 0."""
+"""The time, tokens and memory of a product's training steps: JSON lines, one per step, written by rank 0."""
 
 from __future__ import annotations
 

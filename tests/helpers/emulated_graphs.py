@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llava_mcore.training.graphs import layer_graphs, model_graphs
 from llava_mcore.training.graphs.packs import TokenPacks
-from llava_mcore.training.optimization import optimizer
+from llava_mcore.training.optimization import data_parallel
 
 BUCKET = 2000
 """Parameters per bucket of gradients: less than a matrix of the tiny models has."""
@@ -85,7 +85,7 @@ def small_buckets() -> Iterator[None]:
         overlap = {"overlap_grad_reduce": True, "overlap_param_gather": distributed, "bucket_size": BUCKET}
         return DistributedDataParallelConfig(**settings | overlap)
 
-    with mock.patch.object(optimizer, "DistributedDataParallelConfig", overlapping):
+    with mock.patch.object(data_parallel, "DistributedDataParallelConfig", overlapping):
         yield
 
 

@@ -19,7 +19,7 @@ from llava_mcore.errors import CheckpointError, LlavaMcoreError
 from llava_mcore.parallel import together as together_module
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.together import raise_together
-from llava_mcore.training import setup
+from llava_mcore.training import load_model, setup
 from llava_mcore.training.saving import state
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
@@ -39,7 +39,7 @@ BEFORE = {
 }
 """What fails on one rank before it does anything, by phase."""
 AFTER = {
-    "weights, read": (setup, "load_weights"),
+    "weights, read": (load_model, "load_weights"),
     "optimizer": (setup, "build_optimizer"),
     "state, read": (state, "load_state"),
 }

@@ -292,7 +292,7 @@ def test_every_flag_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("COLUMNS", "200")
     shown = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     flags = [line.split(maxsplit=2) for line in shown.splitlines() if line.startswith("  --")]
-    assert len(flags) == 21 and "--expand-projector" in [flag[0] for flag in flags]
+    assert len(flags) == 23 and "--expand-projector" in [flag[0] for flag in flags]
     with pytest.raises(SystemExit) as stopped:
         main(["--save-dir", "x", "--text-model", "y", "--vocab-size-pad"])
     assert stopped.value.code == 2 and "--vocab-size-pad" in capsys.readouterr().err

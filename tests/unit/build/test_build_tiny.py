@@ -58,7 +58,7 @@ def test_flags_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--tiny", "llava", "--image-size", "28", "--vocab-size-padding", *out]) == 2
     assert "--tiny has parts of its own: omit --vocab-size-padding, --image-size" in capsys.readouterr().err
     assert main(out) == 2
-    assert "give --text-model, the language model; or --tiny CLASS" in capsys.readouterr().err
+    assert "give --text-model, the language model; --tiny CLASS" in capsys.readouterr().err
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "x").touch()
     assert main(["--tiny", "llava", *out]) == 2

@@ -103,7 +103,8 @@ def _weights(layout: RunLayout, p: StageParameters) -> float:
         # The shards; what is outside of layers, whole; and the layers that run, or are gathered ahead.
         outside = p.ends + p.connector + p.adapter
         gathered = outside + _LAYERS_GATHERED * _largest_layer(layout, p)
-        return layout.weight_bytes * (p.total / layout.shards + gathered)
+        shards = (p.total - p.experts) / layout.shards + p.experts / layout.expert_dp
+        return layout.weight_bytes * (shards + gathered)
     of_decoder = (matrices + copies) * p.layers + matrices * p.experts
     return of_decoder + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
 
@@ -122,7 +123,7 @@ def _gradients(layout: RunLayout, p: StageParameters) -> float:
     if layout.fsdp not in ("optim_grads", "optim_grads_params"):
         return 4.0 * p.trained
     unreduced = _LAYERS_GATHERED * _largest_layer(layout, p) * layout.trains_language * (not layout.adapter.is_on)
-    return 4.0 * (p.trained / layout.shards + unreduced)
+    return 4.0 * (owned(layout, p) + unreduced)
 
 
 def layer_bytes(model: Model, layout: RunLayout) -> float:

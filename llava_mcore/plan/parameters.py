@@ -112,6 +112,5 @@ def owned(layout: RunLayout, p: StageParameters) -> float:
     """Return the trained parameters whose optimizer state a rank has."""
     if not layout.distributed_optimizer:
         return p.trained
-    if layout.fsdp != "none":
-        return p.trained / layout.shards
-    return (p.trained - p.trained_experts) / layout.dp + p.trained_experts / layout.expert_dp
+    ranks = layout.dp if layout.fsdp == "none" else layout.shards
+    return (p.trained - p.trained_experts) / ranks + p.trained_experts / layout.expert_dp

@@ -73,6 +73,14 @@ def kind_flags(kind: str) -> dict[str, Any]:
     return DISTRIBUTED if kind == "distributed" else sharded(mode, int(replicas or 1))
 
 
+AXES = {"ep": "parallel.expert_model_parallel_size", "cp": "parallel.context_parallel_size"}
+
+
+def axes_of(keys: dict[str, Any]) -> dict[str, int]:
+    """Return what else divides the model or its samples."""
+    return {axis: keys[key] for axis, key in AXES.items() if key in keys}
+
+
 def configure(
     name: str, kind: str, tp: int, checkpoint: str, save_dir: str, more: dict[str, Any], *, resumes: bool
 ) -> RunConfig:
@@ -93,7 +101,7 @@ def train_and_save(
     tp: int, kinds: list[str], checkpoint: str, save_dir: str, hf: str, more: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Train, save, train on; return the losses after the save, for each kind."""
-    groups, found = join(tp, 1), {}
+    groups, found = join(tp, 1, **axes_of(more)), {}
     for kind in kinds:
         run = configure(kind, kind, tp, checkpoint, save_dir, more, resumes=False)
         trainer = make_trainer(groups, run)
@@ -112,7 +120,7 @@ def resume_and_train(
 
     Each is saved again as soon as it is loaded: every tensor is the one that was loaded, bit for bit.
     """
-    groups, found = join(tp, 1, replicas=replicas), {}
+    groups, found = join(tp, 1, replicas=replicas, **axes_of(more)), {}
     for saved, kind in pairs:
         run = configure(saved, kind, tp, checkpoint, save_dir, more, resumes=True)
         trainer = make_trainer(groups, run)

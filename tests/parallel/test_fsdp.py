@@ -104,6 +104,25 @@ def test_resumed_by_the_other_kind_and_at_another_layout(folder: Path, tmp_path:
         exported_alike(tmp_path, [f"{WHOLE}-as-{WHOLE}-tp2-of-4", f"{WHOLE}-as-distributed-tp1-of-2"])
 
 
+@pytest.mark.parametrize(("axis", "size"), [("ep", 2), ("cp", 4)])
+def test_beside_other_axes(folder: Path, tmp_path: Path, axis: str, size: int) -> None:
+    """Experts, which other ranks divide than the rest; samples that ranks divide, in two replicas."""
+    name = {"ep": "experts", "cp": "megatron"}[axis]
+    checkpoint = folder / name
+    if axis == "ep":
+        make_hf_llava(folder / "hf-experts", text="qwen3_moe")
+        import_hf(folder / "hf-experts", checkpoint)
+    more = {fsdp_checks.AXES[axis]: 2}
+    hf = hf_folder(latest_checkpoint(checkpoint)[0])
+    model = {"checkpoint": str(checkpoint), "hf": str(hf), "save_dir": str(tmp_path), "more": more}
+    expected = run_world(size, fsdp_checks.train_and_save, tp=1, kinds=["distributed", WHOLE], **model)[0]
+    assert expected[WHOLE] == pytest.approx(expected["distributed"], rel=1e-5)
+    pairs = [(WHOLE, WHOLE), (WHOLE, "distributed"), ("distributed", "optim_grads")]
+    found = run_world(size, fsdp_checks.resume_and_train, tp=1, replicas=1, pairs=pairs, **model)[0]
+    for (saved, kind), losses in found.items():
+        assert losses == (expected[saved] if saved == kind else pytest.approx(expected[saved], rel=1e-5)), kind
+
+
 def exported_alike(root: Path, names: list[str]) -> None:
     """Check that runs with the same weights are exported to the same bytes."""
     for name in names:

@@ -79,8 +79,8 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
             yield f"{flag} does not work with adapter.expert_r: PEFT does not have it for experts; omit one of them"
         if run.parallel.expert_tensor_parallel_size > 1:
             yield "adapter.expert_r works with whole experts: omit --etp, or use --ep in its place"
-    if run.parallel.fsdp != "none":
-        yield f"--fsdp {run.parallel.fsdp} does not work with experts yet, and {has}: use --dist-optim in place of it"
+    if run.parallel.hsdp_replicas > 1:
+        yield f"--hsdp {run.parallel.hsdp_replicas} does not divide experts into groups yet, and {has}: omit it"
     if run.adapter.quantize != "none" and run.parallel.expert_tensor_parallel_size > 1:
         yield f"--lora-quantize quantizes whole experts, and {has}: omit --etp, or use --ep in its place"
     parallel = run.parallel

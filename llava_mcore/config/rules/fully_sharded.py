@@ -15,8 +15,6 @@ def check_fully_sharded(run: RunConfig, world_size: int) -> Iterator[str]:
     flag = f"--fsdp {parallel.fsdp}"
     if parallel.pipeline_model_parallel_size > 1:
         yield f"{flag} works with --pp 1 only: use --tp and --fsdp, or --pp and --dist-optim"
-    if parallel.context_parallel_size > 1:
-        yield f"{flag} does not work with --cp yet: use --dist-optim in place of {flag}"
     yield from _check_replicas(run, world_size)
     yield from _check_precision(run, flag)
     yield from _check_model(run, flag)
@@ -29,11 +27,12 @@ def _check_replicas(run: RunConfig, world_size: int) -> Iterator[str]:
     per_replica = parallel.replica_size
     if replicas == 1 or world_size % per_replica:
         return
-    dp = world_size // per_replica
-    if dp % replicas or dp == replicas:
-        fitting = [str(n) for n in range(2, dp) if dp % n == 0]
+    ranks = world_size // per_replica * parallel.context_parallel_size
+    if ranks % replicas or ranks == replicas:
+        fitting = [str(n) for n in range(2, ranks) if ranks % n == 0]
         advice = f"use --hsdp {' or '.join(fitting)}" if fitting else "omit it"
-        yield f"--hsdp {replicas} does not divide the {dp} data-parallel ranks into groups of several: {advice}"
+        cp = " x context" if parallel.context_parallel_size > 1 else ""
+        yield f"--hsdp {replicas} does not divide the {ranks} data-parallel{cp} ranks into groups of several: {advice}"
 
 
 def _check_precision(run: RunConfig, flag: str) -> Iterator[str]:
@@ -53,6 +52,8 @@ def _check_model(run: RunConfig, flag: str) -> Iterator[str]:
     """Yield parts of the model that cannot be divided."""
     if run.model.cuda_graphs:
         yield f"{flag} does not work with --cuda-graphs, whose weights must stay where they are: omit one of them"
+    if run.adapter.expert_r:
+        yield f"{flag} does not work with adapters on experts: omit adapter.expert_r, or use --dist-optim"
     if run.adapter.quantize != "none":
         yield f"{flag} does not divide quantized weights: omit --lora-quantize, or use --dist-optim in place of {flag}"
 

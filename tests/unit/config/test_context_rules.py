@@ -61,7 +61,6 @@ def test_layouts_that_fit(good: list[str], changes: list[str], on_gpus: bool) ->
             ["data.packing=false", "model.attention_backend=flash"],
             "--cp 2: --flash-attn divides the tokens of packed samples only: add --packing",
         ),
-        (["parallel.fsdp=optim"], "--fsdp optim does not work with --cp yet: use --dist-optim"),
         (["model.cuda_graphs=true"], "--cuda-graphs does not work with --cp 2 yet: omit one of them"),
         (["validation.eval_generate=5"], "--eval-generate does not work with --cp 2 yet: omit one of them"),
     ],

@@ -79,6 +79,18 @@ def test_answers_need_whole_weights_only(good: list[str]) -> None:
 
 
 def test_experts(good: list[str]) -> None:
-    run = load_run_config(None, [*good, "parallel.sequence_parallel=true"])
-    (found,) = check_run(run, WITH_EXPERTS, world_size=8, device_available=True)
-    assert "does not work with experts yet" in found
+    keys = [*good, "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=4"]
+    assert check_run(load_run_config(None, keys), WITH_EXPERTS, world_size=8, device_available=True) == []
+    for more, expected in (("parallel.hsdp_replicas=2", "experts into groups"), ("adapter.expert_r=4", "on experts")):
+        (found,) = check_run(load_run_config(None, [*keys, more]), WITH_EXPERTS, world_size=8, device_available=True)
+        assert expected in found
+
+
+def test_groups_of_divided_samples(good: list[str]) -> None:
+    keys = [*good, "parallel.context_parallel_size=2", "data.packing=true"]
+    run = load_run_config(None, [*keys, "parallel.hsdp_replicas=2"])
+    assert check_run(run, DIMS, world_size=8, device_available=True) == []
+    (found,) = check_run(
+        load_run_config(None, [*keys, "parallel.hsdp_replicas=8"]), DIMS, world_size=8, device_available=True
+    )
+    assert "does not divide the 4 data-parallel x context ranks" in found

@@ -47,7 +47,7 @@ def test_what_fits(good: list[str], changes: list[str]) -> None:
 )
 def test_what_does_not(good: list[str], changes: list[str], said: str) -> None:
     (message,) = check_run(
-        load_run_config(None, [*good, *changes, "training.precision=bf16"]), None, 1, device_available=True
+        load_run_config(None, [*good, *changes, "training.precision=bf16"]), None, 2, device_available=True
     )
     assert said in message
 

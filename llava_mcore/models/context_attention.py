@@ -22,16 +22,25 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_chunks(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int], group: dist.ProcessGroup, attend: Attend
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Sequence[int],
+    bounds_on_device: Tensor | None,
+    group: dist.ProcessGroup,
+    attend: Attend,
 ) -> Tensor:
-    """Return [s, b, n * d] for this rank's [s, b, n or g, d]; a collective call.
+    """Return [s, b, n * d] for this rank's [s, b, n or g, d]; a collective call. The host waits for nothing.
 
     Args:
         bounds: see `local_tokens`.
+        bounds_on_device: the same on the device; None: of a single sequence.
     """
     cp_size = group.size()
+    if bounds_on_device is None:
+        bounds_on_device = torch.arange(2, device=query.device) * bounds[-1]
     # One message for keys and values, put back into the order of the row.
-    rows = gathered_rows(torch.tensor(bounds, device=query.device), bounds[-1], cp_size)
+    rows = gathered_rows(bounds_on_device, bounds[-1], cp_size)
     gathered = gather_tokens(torch.stack([key, value], dim=1), group)[rows]
     lengths = [end - start for start, end in pairwise(bounds)]
     # Each of this rank's two chunks of a sequence sees the sequence up to the chunk's own end.

@@ -100,10 +100,10 @@ def share_step(
     all_layouts = [[BatchHeader.read(row, fields) for row in rows] for rows in header.tolist()]
     layouts = [of_batch[groups.cp_rank] for of_batch in all_layouts]
     # Then lengths and tokens. Media follow when their micro-batch begins, and only on the first stage.
-    lengths = _broadcast_lengths(groups, parts, layouts)
+    lengths, bounds = _broadcast_lengths(groups, parts, layouts)
     tokens = _broadcast_tokens(groups, parts, all_layouts)
     media = [_no_media(layout, groups.device) for layout in layouts]
-    shared = [_unpack(t, m, n, layout) for t, m, n, layout in zip(tokens, media, lengths, layouts, strict=True)]
+    shared = [_unpack(*of_batch) for of_batch in zip(tokens, media, lengths, bounds, layouts, strict=True)]
     if not groups.is_first_stage:
         return SharedStep(shared, None)
     return SharedStep(
@@ -125,18 +125,26 @@ def _parts(groups: Groups, batches: Sequence[TensorFields], fields: Fields) -> l
 
 def _broadcast_lengths(
     groups: Groups, parts: Sequence[Sequence[TensorFields]] | None, layouts: Sequence[BatchHeader]
-) -> list[MediaLengths]:
-    """Send the hosts of the replica the values by which the ranks of a stage may divide media."""
+) -> tuple[list[MediaLengths], list[list[int]]]:
+    """Send the hosts of the replica the values by which the ranks of a stage may divide media, and the bounds of packed
+    sequences."""
+    divides = groups.tp_size * groups.cp_size > 1
     names = [name for name in LENGTHS if name in layouts[0].media]
-    sizes = [layout.media[name][1][0] for layout in layouts for name in names]
-    if groups.tp_size * groups.cp_size == 1 or not sum(sizes):
-        return [{name: () for name in names} for _ in layouts]
+    of_media = [[layout.media[name][1][0] if divides else 0 for name in names] for layout in layouts]
+    sizes = [n for layout, row in zip(layouts, of_media, strict=True) for n in (layout.num_bounds, *row)]
     values = torch.zeros(sum(sizes), dtype=torch.int64)
-    if parts is not None:
-        values = torch.cat([part.media[name].long() for part, *_ in parts for name in names])
-    dist.broadcast(values, groups.replica_source, group=groups.control_replica)
-    received = iter(values.split(sizes))
-    return [{name: next(received).tolist() for name in names} for _ in layouts]
+    if parts is not None and len(values):
+        chosen = [[part.cu_seqlens, *(part.media[name] for name in names if divides)] for part, *_ in parts]
+        values = torch.cat([x.long() for row in chosen for x in row])
+    if len(values):
+        dist.broadcast(values, groups.replica_source, group=groups.control_replica)
+    received = (x.tolist() for x in values.split(sizes))
+    bounds: list[list[int]] = []
+    lengths: list[MediaLengths] = []
+    for _ in layouts:
+        bounds.append(next(received))
+        lengths.append({name: next(received) for name in names})
+    return lengths, bounds
 
 
 def _broadcast_tokens(
@@ -221,7 +229,11 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _unpack(
-    tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: BatchHeader
+    tokens: list[Tensor],
+    media: dict[str, Tensor],
+    media_lengths: MediaLengths,
+    bounds: Sequence[int],
+    layout: BatchHeader,
 ) -> MicroBatch:
     planes, loss_mask, cu_seqlens, dataset_ids = tokens
     input_ids, labels = planes[:2]
@@ -237,6 +249,7 @@ def _unpack(
         layout.max_media_seqlen,
         media_lengths,
         dataset_ids,
+        bounds,
     )
 
 
@@ -262,6 +275,7 @@ def _on_this_rank(batches: Sequence[TensorFields], device: torch.device) -> Shar
             max_media_seqlen=longest_media(batch.media),
             media_lengths=host_lengths(batch.media),
             dataset_ids=moved(batch.dataset_ids),
+            bounds=batch.cu_seqlens.tolist(),
         )
         for batch in batches
     ]

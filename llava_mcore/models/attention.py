@@ -84,7 +84,9 @@ class SDPAttention(MegatronModule):
         **_: Any,  # arguments that only other back ends use
     ) -> None:
         super().__init__(config=config)
-        self.cp_group: dist.ProcessGroup | None = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.cp_group: dist.ProcessGroup | None = None
+        if pg_collection is not None and config.context_parallel_size > 1:
+            self.cp_group = pg_collection.cp
         self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.softcap = softcap

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llava_mcore.parallel.context import chunks_of_rank, gather_tokens, gathered_rows
+from llava_mcore.parallel.context import DividedRow, chunks_of_rank
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of [q, b, n, d] to [k, b, g, d], of which the queries are the last q: returns [q, b, n * d]."""
@@ -37,11 +37,9 @@ def attend_chunks(
         bounds_on_device: the same on the device; None: of a single sequence.
     """
     cp_size = group.size()
-    if bounds_on_device is None:
-        bounds_on_device = torch.arange(2, device=query.device) * bounds[-1]
     # One message for keys and values, put back into the order of the row.
-    rows = gathered_rows(bounds_on_device, bounds[-1], cp_size)
-    gathered = gather_tokens(torch.stack([key, value], dim=1), group)[rows]
+    row = DividedRow.of(len(query), bounds_on_device, query.device, group)
+    gathered = row.gather(torch.stack([key, value], dim=1))
     lengths = [end - start for start, end in pairwise(bounds)]
     # Each of this rank's two chunks of a sequence sees the sequence up to the chunk's own end.
     parts, done = [], 0

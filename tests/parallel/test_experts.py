@@ -37,8 +37,10 @@ LAYOUTS: dict[Layout, int] = {
     (2, 2, 2, 1): 4,
     (2, 1, 2, 2): 4,
     (2, 1, 1, 1): 2,
+    (1, 1, 2, 1, 2): 2,
+    (2, 1, 2, 1, 2): 4,
 }
-"""tp, pp, ep, etp, and the number of processes. Each resumes what the one before it has saved."""
+"""tp, pp, ep, etp, perhaps cp, and the number of processes. Each resumes what the one before it has saved."""
 ONE: Layout = (1, 1, 1, 1)
 NUM_VALIDATION = (1, 11)
 """Numbers of validation samples: two replicas have different numbers of micro-batches, or one has none."""

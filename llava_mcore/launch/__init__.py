@@ -8,7 +8,7 @@
 5. `launch/worker.py: main` is one rank. It reads run.yaml, assembles the training loop and runs it; the walk continues
    in `training/__init__.py`.
 
-With --submit, step 3 is another: `launch/slurm.py: batch_file` has the same command for a job. With --k8s or --vertex
-it is `launch/jobs.py: prepare_cluster_job`; in the containers of that job, the walk begins again. With --sif-path, step
-1 runs the same command again inside an image (`launch/singularity.py: rerun_in_container`).
+With --submit, step 3 is another: `launch/jobs/slurm.py: batch_file` has the same command for a job. With --k8s or
+--vertex it is `launch/jobs/job.py: prepare_cluster_job`; in the containers of that job, the walk begins again. With
+--sif-path, step 1 runs the same command again inside an image (`launch/singularity.py: rerun_in_container`).
 """

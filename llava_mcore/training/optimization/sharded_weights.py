@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from llava_mcore.checkpoint.flat_slices import flat_slices
-from llava_mcore.compat.megatron_fsdp import ShardedModel, own_shards
+from llava_mcore.compat.megatron.fsdp import ShardedModel, own_shards
 from llava_mcore.training.optimization.data_parallel import DataParallelModel
 
 

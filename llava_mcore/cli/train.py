@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 
-from llava_mcore.cli.common import command_main
+from llava_mcore.cli.base.entry import command_main
 from llava_mcore.config.flags import CommandLine, make_parser
 from llava_mcore.config.load import run_config_yaml
 from llava_mcore.config.schema import RunConfig

@@ -1,6 +1,7 @@
 """From the typed command to the processes that train: three programs, each of which starts the next.
 
-1. `cli/common.py: main` chooses the command. `cli/train.py: run` reads the configuration, where the command was typed.
+1. `cli/base/entry.py: main` chooses the command. `cli/train.py: run` reads the configuration, where the command was
+   typed.
 2. `launch/start.py: prepare` checks it on this machine (`launch/preflight.py: preflight`). Nothing is written yet.
 3. `launch/start.py: start` locks the run's folders, writes run.yaml, and starts torchrun as a child
    (`processes/control.py: run_child`).

@@ -19,7 +19,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import alike, whole_name
 from llava_mcore.parallel.groups import Groups, group_of_this_rank, tensor_parallel_group
-from llava_mcore.parallel.sharding_groups import sharding_groups
+from llava_mcore.parallel.replica_groups import sharding_groups
 from llava_mcore.training.optimization.optimizers import DTYPES
 
 type DataParallelModel = DistributedDataParallel | ShardedModel

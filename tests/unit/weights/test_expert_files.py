@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3VLMoeConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.language.qwen3_moe import is_sparse
-from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.language.families.qwen3_moe import is_sparse
+from llava_mcore.models.language.families.registry import language_family
 from llava_mcore.weights.expert_files import ExpertForm, ExpertSizes, expert_entries, expert_form
 from llava_mcore.weights.layouts import StackExperts
 from llava_mcore.weights.names import TextNames

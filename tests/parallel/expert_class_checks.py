@@ -39,7 +39,6 @@ def answers_while_training(layout: Layout, checkpoint: str, data: str, save_dir:
     """Ask, train and ask in turns: see `train_and_ask`."""
     groups = join(*layout)
     flags = {
-        "parallel.context_parallel_size": groups.cp_size,
         "parallel.expert_model_parallel_size": groups.ep_size,
         "parallel.sequence_parallel": groups.tp_size > 1,
         "parallel.use_distributed_optimizer": True,

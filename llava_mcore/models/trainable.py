@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
-from llava_mcore.compat.frozen_linears import train_biases
+from llava_mcore.compat.megatron.frozen_linears import train_biases
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.models.architectures.registry import architecture_of, tower_config

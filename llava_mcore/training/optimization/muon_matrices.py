@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
-from llava_mcore.compat.megatron_optimizer import updated_parameters
+from llava_mcore.compat.megatron.optimizer import updated_parameters
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names

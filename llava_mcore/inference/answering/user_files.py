@@ -36,7 +36,7 @@ def read_video(path: Path, limits: Limits, sampling: Sampling) -> Video:
     """Return frames of a video. DataError names the file."""
     try:
         with open_regular_file(path) as file:
-            frames, fps = decode_video(file, sampling, limits)
+            frames, fps, _ = decode_video(file, sampling, limits)
     except BadSample as error:
         raise DataError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
     model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
     model.add_argument("--ep", type=int, default=1, help="with --logits: expert-parallel size (default 1)")
+    model.add_argument("--cp", type=positive, default=1, help="with --logits: context-parallel size (default 1)")
     model.add_argument("--logits", type=Path, metavar="FILE", help=LOGITS_HELP)
     model.add_argument("--base-dir", type=Path, metavar="DIR", help=f"with --logits: {BASE_DIR_HELP}")
     _add_data_flags(p)
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
     if args.ep != 1 and args.logits is None:
         raise ConfigError("--ep is for --logits: nothing else divides experts over processes")
+    if args.cp != 1 and args.logits is None:
+        raise ConfigError("--cp is for --logits: nothing else divides tokens over processes")
     if args.base_dir is not None and args.logits is None:
         raise ConfigError("--base-dir is for --logits: nothing else reads the weights below an adapter")
     if args.data_path is not None:
@@ -139,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
 
-        layout = {"tp": args.tp, "pp": args.pp, "ep": args.ep}
+        layout = {"tp": args.tp, "pp": args.pp, "ep": args.ep, "cp": args.cp}
         print(check_logits(args.hf_dir, args.megatron_dir, args.logits, base_dir=args.base_dir, **layout))
     return 0
 

@@ -36,7 +36,15 @@ READ_ERRORS = (OSError, ValueError, tarfile.TarError)
 class Examiner:
     """Examines samples of a data path by dataset and number."""
 
-    def __init__(self, path: Path, assets: Assets, *, seq_length: int, max_media_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        assets: Assets,
+        *,
+        seq_length: int,
+        max_media_tokens: int | None = None,
+        sample_multiple: int = 1,
+    ) -> None:
         """Open the datasets; nothing is read yet. DataError if energon cannot open them."""
         self.assets = assets
         self._skips = Skips(stop_if_too_long=False)
@@ -46,6 +54,7 @@ class Examiner:
             seq_length=seq_length,
             max_media_tokens=max_media_tokens,
             packing=True,
+            sample_multiple=sample_multiple,
             max_sample_bytes=assets.limits.sample_bytes,
         )
         self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=SEED)

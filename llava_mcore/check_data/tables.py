@@ -127,6 +127,7 @@ def _print_fill(report: DataReport, console: Console) -> None:
     else:
         said = f"{report.fill:.1%} full with --packing, about {report.samples_per_pack:.1f} samples each"
     limit = f" and --max-media-tokens {budget}" if budget is not None else ""
+    limit += f", lengths rounded up to multiples of {report.sample_multiple}" if report.sample_multiple > 1 else ""
     _line(console, f"packs of --seq-length {report.seq_length}{limit}: {said}")
 
 

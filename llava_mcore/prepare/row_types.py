@@ -147,6 +147,8 @@ class VideoFrames:
 
     frames: tuple[ImageFile, ...]
     fps: float | None
+    header_problem: str | None = None
+    """What is wrong about the number of frames in the header of a video file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class CheckedConversation:
     audios: tuple[AudioFile, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`."""
+    """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`, `MISCOUNTED`."""
     rejected: OtherAnswer | None = None
     """In a preference pair, what these turns are preferred to."""
 
@@ -197,6 +199,8 @@ FILLED = "filled"
 """Note: the template has written its own text into what is trained of an answer."""
 THOUGHTLESS = "thoughtless"
 """Note: the template does not render the reasoning."""
+MISCOUNTED = "miscounted"
+"""Note: the header of a video file has another number of frames than the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from llava_mcore.errors import counted
 from llava_mcore.media.media import DEFAULT_FPS
 from llava_mcore.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
 from llava_mcore.prepare.prepare_source import SKIPPED, Result
-from llava_mcore.prepare.row_types import FILLED, THOUGHTLESS
+from llava_mcore.prepare.row_types import FILLED, MISCOUNTED, THOUGHTLESS
 
 BAR_WIDTH = 40
 MOST_NAMES = 20
@@ -79,6 +79,11 @@ def _notes(result: Result) -> list[str]:
         lines.append(
             f"not used: the reasoning of answers in "
             f"{counted(counts.notes[THOUGHTLESS], 'sample')}; the chat template does not render it"
+        )
+    if counts.notes[MISCOUNTED]:
+        lines.append(
+            f"{counted(counts.notes[MISCOUNTED], 'sample')} with a video file whose header has a wrong number of "
+            f"frames, which was not used. One is {min(counts.miscounted)}"
         )
     return lines
 

@@ -64,11 +64,11 @@ def fullest_pack(
     if lengths[0] > capacity:
         raise ValueError(f"a sample of {lengths[0]} tokens does not fit into a pack of {capacity}")
     patches = [0] * len(lengths) if media is None else media.patches
-    most = 0 if media is None else media.capacity
-    if patches[0] > most:
-        raise ValueError(f"a sample of {patches[0]} patches does not fit into a pack of {most}")
+    max_patches = 0 if media is None else media.capacity
+    if patches[0] > max_patches:
+        raise ValueError(f"a sample of {patches[0]} patches does not fit into a pack of {max_patches}")
     # Take the first ones while those after them can fill what they leave several times.
-    others, room, free = list(range(1, len(lengths))), capacity - lengths[0], most - patches[0]
+    others, room, free = list(range(1, len(lengths))), capacity - lengths[0], max_patches - patches[0]
     window = MEDIA_WINDOW if any(patches) else window
     first = _num_taken([(lengths[i], patches[i]) for i in others], window, room, free)
     taken, others = others[:first], others[first : first + window]

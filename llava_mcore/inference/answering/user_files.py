@@ -36,13 +36,13 @@ def read_video(path: Path, limits: Limits, sampling: Sampling) -> Video:
     """Return frames of a video. DataError names the file."""
     try:
         with open_regular_file(path) as file:
-            decoded = decode_video(file, sampling, limits)
+            frames, fps, _ = decode_video(file, sampling, limits)
     except BadSample as error:
         raise DataError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise DataError(f"{path} cannot be read: {reason}{near_hint(path)}") from error
-    return Video(tuple(decoded.frames), decoded.fps)
+    return Video(tuple(frames), fps)
 
 
 def read_audio(path: Path, limits: Limits) -> Audio:

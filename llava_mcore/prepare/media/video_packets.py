@@ -87,7 +87,7 @@ class VideoPackets:
 def read_packets(container: InputContainer, stream: VideoStream) -> VideoPackets:
     """Read through the packets, decoding none. BadSample if there are none, or the file ends before its last ones."""
     stored: list[int | None] = []
-    shown: list[int | None] = []
+    visible: list[int | None] = []
     keyframes: list[int] = []
     for packet in container.demux(stream):
         if not packet.size:
@@ -96,26 +96,26 @@ def read_packets(container: InputContainer, stream: VideoStream) -> VideoPackets
             keyframes.append(len(stored))
         stored.append(packet.pts)
         if not packet.is_discard:
-            shown.append(packet.pts)
-    if not shown:
+            visible.append(packet.pts)
+    if not visible:
         raise BadSample(Reason.VIDEO_BROKEN, "it has no frames")
     # How long a frame is shown, and the step of the time stamps.
     rate, unit = stream.average_rate or stream.guessed_rate, stream.time_base
     gap = Fraction(rate.denominator, rate.numerator) if rate else NO_RATE
     known = [stamp for stamp in stored if stamp is not None]
     if len(known) < len(stored) or not unit:
-        numbers, nothing = np.arange(len(shown)), np.empty(0, np.int64)
-        return VideoPackets(FrameTimes(numbers, gap), gap, False, np.arange(len(stored)), nothing, stream.frames)
-    times = FrameTimes(np.sort(np.array(shown, np.int64)), Fraction(unit.numerator, unit.denominator))
+        indices, no_keyframes = np.arange(len(visible)), np.empty(0, np.int64)
+        return VideoPackets(FrameTimes(indices, gap), gap, False, np.arange(len(stored)), no_keyframes, stream.frames)
+    times = FrameTimes(np.sort(np.array(visible, np.int64)), Fraction(unit.numerator, unit.denominator))
     packets = np.array(known, np.int64)
     # Stamps that occur twice do not tell frames apart.
     is_exact = len(np.unique(packets)) == len(packets)
     starts = np.array(keyframes if is_exact and stream.codec_context.name in RANDOM_ACCESS else [], np.int64)
-    found = VideoPackets(times, gap, is_exact, packets, starts, stream.frames)
+    result = VideoPackets(times, gap, is_exact, packets, starts, stream.frames)
     # The table of an MP4 has every frame: what is missing in the file was cut off.
     if container.format.name.startswith("mov") and stream.frames > len(packets):
-        raise BadSample(Reason.VIDEO_BROKEN, f"{found.header_problem}: it was cut off")
-    return found
+        raise BadSample(Reason.VIDEO_BROKEN, f"{result.header_problem}: it was cut off")
+    return result
 
 
 def segments_of(packets: VideoPackets, stamps: Sequence[int]) -> list[tuple[int, frozenset[int]]]:
@@ -127,12 +127,12 @@ def segments_of(packets: VideoPackets, stamps: Sequence[int]) -> list[tuple[int,
     Args:
         stamps: of the chosen frames.
     """
-    wanted = set(stamps)
+    requested = set(stamps)
     if not len(packets.keyframes):
-        return [(0, frozenset(wanted))]
+        return [(0, frozenset(requested))]
     segments: list[tuple[int, set[int]]] = []
     end = 0
-    for position in np.flatnonzero(np.isin(packets.stored, list(wanted))).tolist():
+    for position in np.flatnonzero(np.isin(packets.stored, list(requested))).tolist():
         stamp = int(packets.stored[position])
         index = bisect_right(packets.keyframes, position) - 1
         while index >= 0 and packets.stored[packets.keyframes[index]] > stamp:
@@ -165,7 +165,7 @@ def decoded(
     segments = [(0, frozenset(stamps))] if all_packets else segments_of(packets, stamps)
     following = iter(segments)
     start, inside = next(following)
-    missing, number, position, begun_at = set(stamps), 0, 0, start
+    missing, index, position, begun_at = set(stamps), 0, 0, start
     for packet in container.demux(stream):
         if packet.size:
             position += 1
@@ -173,8 +173,8 @@ def decoded(
                 continue
         # An empty packet ends the file: the decoder gives what it holds.
         for frame in packet.decode():
-            stamp = frame.pts if packets.has_stamps else number
-            number += 1
+            stamp = frame.pts if packets.has_stamps else index
+            index += 1
             if stamp is None or stamp not in missing:
                 continue
             if begun_at and frame.is_corrupt:

@@ -54,7 +54,7 @@ def check_data(check: DataCheck, assets: Assets) -> int:
     """Run the check; returns 0 if the data can be used for training, else 2.
 
     Raises:
-        ConfigError: no image or sound fits into a sample.
+        ConfigError: no image or audio clip fits into a sample.
         DataError: the report cannot be written.
     """
     console = Console(highlight=False)
@@ -75,7 +75,7 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
     """Check files and samples; the examiner is None if the data cannot be opened.
 
     Raises:
-        ConfigError: no image or sound fits into a sample.
+        ConfigError: no image or audio clip fits into a sample.
     """
     data = DataConfig(seq_length=check.seq_length, max_media_tokens=check.max_media_tokens)
     check_budgets(data, assets)

@@ -170,10 +170,10 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
         if is_placeholder.sum() != num_features:
             reasons.append(
                 f"{is_placeholder.sum()} placeholders, but {num_features} features of {len(conversation.media)} "
-                "images, videos and sounds"
+                "images, videos and audio clips"
             )
         if (conversation.trained & is_placeholder).any():
-            reasons.append("the chat template trains the model on the placeholders of an image, video or sound")
+            reasons.append("the chat template trains the model on the placeholders of an image, video or audio clip")
         if not conversation.trained.any():
             reasons.append("the chat template trains on nothing in a conversation with an answer")
     num_rows = sum(conversation.num_rows for conversation in encoded.conversations)

@@ -79,7 +79,7 @@ class Tally:
     frames: Counter[int] = field(default_factory=Counter)
     """Frames of a video -> number of videos."""
     audios: Counter[int] = field(default_factory=Counter)
-    """Sounds of a sample -> number of samples."""
+    """Audio clips of a sample -> number of samples."""
     num_without_fps: int = 0
     """Videos whose fps is assumed."""
     unused: Counter[str] = field(default_factory=Counter)

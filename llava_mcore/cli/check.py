@@ -76,7 +76,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         "--max-media-tokens",
         type=positive,
         metavar="N",
-        help="maximum patches of the images and frames (of sound: 20 ms frames) of a sample, and of a pack "
+        help="maximum patches of the images and frames (of audio: 20 ms frames) of a sample, and of a pack "
         "(data.max_media_tokens; default: any number)",
     )
     add_sample_flags(p)

@@ -112,10 +112,10 @@ def parser() -> argparse.ArgumentParser:
         help="fraction of the tar files, not of the rows, for validation (0)",
     )
     p.add_argument(
-        "--check-images", action="store_true", help="decode every image and sound (default: read its header)"
+        "--check-images", action="store_true", help="decode every image and audio clip (default: read its header)"
     )
     _add_video_flags(p)
-    p.add_argument("--audio-key", help="field with the sounds (default: audio or audios)")
+    p.add_argument("--audio-key", help="field with the audio clips (default: audio or audios)")
     add_sample_flags(p)
     add_pixel_flags(p)
     p.add_argument(

@@ -80,14 +80,14 @@ def _whole_tokens(names: HfNames, length: int) -> Callable[[str, Tensor], Tensor
     multiple = 2 * group.size()
     num_local = -(-length // multiple) * multiple // group.size()
 
-    def whole(name: str, x: Tensor) -> Tensor:
+    def gather(name: str, x: Tensor) -> Tensor:
         if not name.startswith(names.text):
             return x
         of_tokens = x[0].unflatten(0, (num_local, -1))  # of some modules a token has several rows
         row = DividedRow.of(num_local, None, x.device, group)
         return row.gather(of_tokens)[:length].flatten(0, 1)[None]
 
-    return whole
+    return gather
 
 
 _TOKENS = ("input_ids", "position_ids")
@@ -149,7 +149,7 @@ def _own_part(
     group, fields = context_parallel_group(), architecture_of(model.hf).fields
     multiple = 2 * group.size()
     no_bounds = torch.empty(0, dtype=torch.int32)
-    whole = MicroBatch(ids, ids, torch.zeros(ids.shape), positions, media, no_bounds)
-    padded = pad_to(whole, -(-ids.shape[1] // multiple) * multiple, fields)
+    batch = MicroBatch(ids, ids, torch.zeros(ids.shape), positions, media, no_bounds)
+    padded = pad_to(batch, -(-ids.shape[1] // multiple) * multiple, fields)
     part = cut(padded, group.size(), fields)[group.rank()]
     return part.input_ids, part.position_ids, part.media

@@ -18,15 +18,15 @@ NUM_TOKENS = 32
 class Recorder:
     """Keeps some tokens [tokens, f] of the outputs of modules, float32, in the order of execution."""
 
-    def __init__(self, whole: Callable[[str, Tensor], Tensor] | None = None) -> None:
-        """whole: returns all tokens [b, s, f] of an output of which this rank has a part; None: it has all."""
+    def __init__(self, gather: Callable[[str, Tensor], Tensor] | None = None) -> None:
+        """gather: returns all tokens [b, s, f] of an output of which this rank has a part; None: it has all."""
         self.outputs: dict[str, Tensor] = {}
-        self._whole = whole
+        self._gather = gather
 
     def keep(self, name: str, x: Tensor) -> None:
         """Keep evenly spaced tokens of an output [b, s, f]; only sample 0."""
         x = x.detach()
-        tokens = (x if self._whole is None else self._whole(name, x))[0].float()
+        tokens = (x if self._gather is None else self._gather(name, x))[0].float()
         chosen = torch.linspace(0, tokens.shape[0] - 1, min(NUM_TOKENS, tokens.shape[0])).long()
         self.outputs[name] = tokens[chosen].cpu()
 

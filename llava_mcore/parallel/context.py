@@ -128,7 +128,7 @@ class DividedRow:
         """Return [t, ...] in the order of the row, of this rank's [s, ...]; collective, see `gather_tokens`."""
         return gather_tokens(x, self.group)[self.rows]
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_part(self, x: Tensor) -> Tensor:
         """Return this rank's [s, ...] of [t, ...] in the order of the row."""
         of_ranks = torch.empty_like(x, memory_format=torch.contiguous_format)
         of_ranks[self.rows] = x

@@ -80,26 +80,26 @@ def share_step(
     num_micro_batches: int,
     fields: Fields,
     *,
-    whole: bool = False,
+    all_tokens: bool = False,
 ) -> SharedStep:
     """Send the step's micro-batches to every rank of this model replica; a collective call.
 
     Args:
         batches: on the rank that loads data its micro-batches, elsewhere None.
         fields: those of `media`.
-        whole: give every context-parallel rank all tokens.
+        all_tokens: give every context-parallel rank all tokens.
 
     Returns:
         The micro-batches for this rank's device, without media beyond the first stage; with context parallelism this
         rank's tokens of them. With a pipeline all are padded to one length, which its fixed-size messages need.
     """
-    parts = None if batches is None else _parts(groups, batches, fields, 1 if whole else groups.cp_size)
+    parts = None if batches is None else _parts(groups, batches, fields, 1 if all_tokens else groups.cp_size)
     # A replica of one rank has what it has read.
     if groups.replica_size == 1:
         assert parts is not None
         return _on_this_rank([part for (part,) in parts], groups.device)
     # First the shapes of all parts of all micro-batches, from host to host: receivers must know them.
-    num_parts = 1 if whole else groups.cp_size
+    num_parts = 1 if all_tokens else groups.cp_size
     header = torch.zeros(num_micro_batches, num_parts, header_width(fields), dtype=torch.int64)
     if parts is not None:
         header = torch.tensor([[BatchHeader.of(x, fields).counts() for x in of_batch] for of_batch in parts])

@@ -144,9 +144,9 @@ def choices(searched: Searched) -> Iterator[Changes]:
 
 def _context_sizes(run: RunConfig) -> list[int]:
     """Return how many processes may divide samples: several only if these are long, or if the run says so."""
-    given, length = run.parallel.context_parallel_size, run.data.seq_length
-    most = length // TOKENS_PER_RANK if length >= LONG else 1
-    return _powers(max(given, most))
+    length = run.data.seq_length
+    most_ranks = length // TOKENS_PER_RANK if length >= LONG else 1
+    return _powers(max(run.parallel.context_parallel_size, most_ranks))
 
 
 def _powers(limit: int) -> list[int]:

@@ -70,7 +70,7 @@ class PrepareCounts:
     """Videos that do not say how many frames belong to a second."""
     audios: int = 0
     audio_seconds: int = 0
-    """Seconds of all sounds, each rounded to a whole number."""
+    """Seconds of all audio clips, each rounded to a whole number."""
     bytes: int = 0
     """Size of the shards in bytes."""
     tokens: Histogram = field(default_factory=Histogram)

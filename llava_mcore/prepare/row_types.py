@@ -42,11 +42,11 @@ class Reason(StrEnum):
     FRAME_SIZES = "frames of several sizes"
     NO_VIDEOS = "the model takes no videos"
     NO_IMAGES = "the model takes no images"
-    NO_AUDIOS = "the model takes no sound"
-    AUDIO_MISSING = "sound missing"
-    AUDIO_REMOTE = "sound not on disk"
-    AUDIO_BROKEN = "sound cannot be decoded"
-    AUDIO_LENGTH = "sound too long or too short for the model"
+    NO_AUDIOS = "the model takes no audio"
+    AUDIO_MISSING = "audio missing"
+    AUDIO_REMOTE = "audio not on disk"
+    AUDIO_BROKEN = "audio cannot be decoded"
+    AUDIO_LENGTH = "audio too long or too short for the model"
     SHAPE = "image or video of a shape that the model does not take"
     TEMPLATE = "chat template refuses"
     TOO_LONG = "longer than a pack"
@@ -153,7 +153,7 @@ class VideoFrames:
 
 @dataclass(frozen=True, slots=True)
 class AudioFile:
-    """An encoded sound."""
+    """An encoded audio clip."""
 
     data: bytes
     extension: str
@@ -162,7 +162,7 @@ class AudioFile:
 
 @dataclass(frozen=True, slots=True)
 class OtherAnswer:
-    """The conversation with the rejected answer of a preference pair, about the same images, videos and sounds."""
+    """The conversation with the rejected answer of a preference pair, about the same images, videos and audio clips."""
 
     turns: tuple[Turn, ...]
     num_tokens: int | None

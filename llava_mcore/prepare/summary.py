@@ -122,7 +122,7 @@ def _totals(results: Sequence[Result]) -> Table:
     if any(c.videos for c in counts):
         table.add_row("videos", *(f"{c.videos:,} ({counted(c.frames, 'frame')})" for c in counts))
     if any(c.audios for c in counts):
-        table.add_row("sounds", *(f"{c.audios:,} ({c.audio_seconds / 3600:,.2f} h)" for c in counts))
+        table.add_row("audio clips", *(f"{c.audios:,} ({c.audio_seconds / 3600:,.2f} h)" for c in counts))
     table.add_row("shards", *(f"{total:,} ({written:,} new)" for total, written in shards))
     for part in ("train", "val"):
         if any("val" in result.parts for result in results):

@@ -129,7 +129,7 @@ def token_weights(
     if config.context_parallel_size > 1:  # the last trained token may be another rank's
         bounds = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         row = DividedRow.of(loss_mask.shape[1], bounds, loss_mask.device, context_parallel_group())
-        weights = row.own(_weights(row.gather(loss_mask.t()).t()).t()).t()
+        weights = row.local_part(_weights(row.gather(loss_mask.t()).t()).t()).t()
     else:
         weights = _weights(loss_mask)
     if config.sequence_parallel:

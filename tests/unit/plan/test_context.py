@@ -51,7 +51,7 @@ def test_activations_and_state_are_divided_and_weights_are_not() -> None:
 
 
 def test_a_step_of_long_samples_takes_as_long_as_with_replicas() -> None:
-    """Attention is balanced, and a ring of long samples hides its messages: four ranks, four packs a step."""
+    """Attention is balanced, and a ring of long samples hides its messages: four ranks and four packs per step."""
     flags = FLAGS | {"training.global_batch_size": 4, "model.recompute": "full"}
     packs, divided = (predict(MODEL, x, packs_for(MODEL, x, LONG), H200) for x in _layouts(flags))
     assert divided.tokens == pytest.approx(packs.tokens, rel=1e-3)

@@ -37,7 +37,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from llava_mcore.cli.shared_flags import default_workers
+from llava_mcore.cli.base.shared_flags import default_workers
 from llava_mcore.files.hf_files import write_index
 from llava_mcore.files.hf_folder import plan_file, write_tensors
 

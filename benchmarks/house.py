@@ -30,12 +30,6 @@ PACKAGE = "llava_mcore"
 SMALL, LONG = 40, 30
 """Lines: a small file has fewer, a long function as many or more."""
 LARGE_FOLDER = 16
-KEPT_FOLDERS = {
-    "cli": "a file for each command",
-    "compat": "a file for each library or part of one that is patched",
-    "models.language": "a file for each family and kind of layer",
-}
-"""Folders that may have more modules, and why."""
 DANGLING = re.compile(r"(Of|What|Whose)\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Row = tuple[str, str, str]
@@ -149,10 +143,9 @@ def file_rows(sources: list[Source]) -> list[Row]:
 
 
 def large_folders(modules: list[Source]) -> list[str]:
-    """Return the folders of too many modules, with the reason of those that may have them."""
+    """Return the folders of too many modules."""
     counts = collections.Counter(x.module.rpartition(".")[0].partition(".")[2] for x in modules)
-    large = [(name, count) for name, count in counts.most_common() if count > LARGE_FOLDER]
-    return [f"{name} {count}" + (f" ({KEPT_FOLDERS[name]})" if name in KEPT_FOLDERS else "") for name, count in large]
+    return [f"{name} {count}" for name, count in counts.most_common() if count > LARGE_FOLDER]
 
 
 def way_rows(root: Path, sources: list[Source]) -> list[Row]:

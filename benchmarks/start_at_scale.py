@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import start_world
 from benchmarks.record import ROOT, show, write_record
-from llava_mcore.parallel import groups, host_sum, share
+from llava_mcore.parallel import collectives, groups, share
 from llava_mcore.training import fetch
 from llava_mcore.training.saving import state
 
@@ -73,7 +73,7 @@ def count(ranks: int, tp: int, pp: int) -> list[dict[str, Any]]:
         row("files of positions at a resume", dp, 2, state.SavedLoaderStates),
         row("the same, over all ranks", dp * dp, 2 * dp - 1, state.SavedLoaderStates),
         row("sums over all hosts per step", 1, 1, fetch.count_all),
-        row("messages one after the other in it", 2 * (ranks - 1), steps[0], host_sum.sum_on_hosts),
+        row("messages one after the other in it", 2 * (ranks - 1), steps[0], collectives.sum_on_hosts),
         row("the same, of the batch's shapes", steps[1], steps[1], share.share_step),
     ]
 

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.record import show, write_record
 from benchmarks.startup_child import RESULT
-from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.cli.base.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.py"), *(ROOT / "examples").glob("*/run.py")])

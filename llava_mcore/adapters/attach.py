@@ -18,7 +18,7 @@ from llava_mcore.adapters.linear_layers import WEIGHT, MegatronLinear, ModelLaye
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
 from llava_mcore.adapters.products import SharedMatrices
 from llava_mcore.adapters.targets import LoraSettings
-from llava_mcore.compat.frozen_linears import FrozenProduct, is_in_fp8
+from llava_mcore.compat.megatron.frozen_linears import FrozenProduct, is_in_fp8
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.language.layers import NormedRowParallelLinear
 from llava_mcore.models.multimodal import VisionLanguageModel

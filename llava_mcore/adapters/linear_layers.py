@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.compat.transformers import model_without_weights
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
-from llava_mcore.models.language.registry import embedding_rows
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.weights.layouts import (
     Concat,

@@ -18,7 +18,7 @@ from torch import Tensor
 from llava_mcore.adapters.attach import linear_modules
 from llava_mcore.adapters.linear_layers import MegatronLinear, ModelLayers
 from llava_mcore.adapters.quantized import QUANTIZERS, Nf4, Quantized, frozen_linears, gather_parts, to_fp8, to_nf4
-from llava_mcore.compat.frozen_linears import freeze_with
+from llava_mcore.compat.megatron.frozen_linears import freeze_with
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.language.experts import ExpertMatrices
 from llava_mcore.models.multimodal import VisionLanguageModel

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from llava_mcore.adapters.attach import linear_modules
 from llava_mcore.adapters.linear_layers import ModelLayers
-from llava_mcore.compat.frozen_linears import keep_in_fp8
+from llava_mcore.compat.megatron.frozen_linears import keep_in_fp8
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups
 

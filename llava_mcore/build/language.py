@@ -22,7 +22,7 @@ from transformers import (
 from llava_mcore.build.options import VOCAB_MULTIPLE, Say
 from llava_mcore.build.sources import ModelSource, check_loaded, reading, require_clear_weights, require_tokenizer_files
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.language.registry import texts_of_any_class
+from llava_mcore.models.language.families.registry import texts_of_any_class
 from llava_mcore.templates.named import SOUND_TOKENS
 
 IMAGE_TOKEN = "<image>"

@@ -12,9 +12,8 @@ import numpy as np
 from megatron.energon import SkipSample
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
-from llava_mcore.check_data.finding import Finding
-from llava_mcore.check_data.pairs import as_one, sides_of
-from llava_mcore.check_data.unused import unused_keys
+from llava_mcore.check_data.finding import Finding, as_one
+from llava_mcore.check_data.raw_sample import sides_of, unused_keys
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.data.encode.assets import Assets

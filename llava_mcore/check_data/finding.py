@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED
+
 Status = Literal["used", "left out", "stop", "excluded"]
+WORST_FIRST = ("stop", "left out", "excluded", "used")
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,20 @@ class Finding:
         """Whether it has one or several conversations, and no, one or several images, videos and sounds."""
         counts = (self.num_images, len(self.num_frames), self.num_audios)
         return (min(self.num_conversations, 2), *(min(count, 2) for count in counts))
+
+
+def as_one(findings: Mapping[str, Finding]) -> Finding:
+    """Return the finding of a pair: the sizes of its longer conversation, and the problems of both."""
+    if len(findings) == 1:
+        return next(iter(findings.values()))
+    longer = max(findings.values(), key=lambda finding: finding.num_tokens)
+    status = min((finding.status for finding in findings.values()), key=WORST_FIRST.index)
+    reasons = [f"{name}: {reason}" for name, finding in findings.items() for reason in finding.reasons]
+    remarks = [remark for finding in findings.values() for remark in finding.remarks]
+    return replace(
+        longer,
+        status=status,
+        reasons=("; ".join(reasons),) if reasons else (),
+        remarks=tuple(dict.fromkeys(remarks)),
+        num_trained=findings[CHOSEN].num_trained + findings[REJECTED].num_trained,
+    )

@@ -27,7 +27,7 @@ from llava_mcore.checkpoint.parallel_reader import ParallelReader
 from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import convert_data, sharded_tensors
 from llava_mcore.checkpoint.torch_dist_metadata import require_plain
-from llava_mcore.compat.megatron_checkpoints import LoadStrategy, keep_write_results_here, read_with
+from llava_mcore.compat.megatron.checkpoints import LoadStrategy, keep_write_results_here, read_with
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.torch_files import LOAD_ERRORS, load_tensors, why_refused, without_objects
 from llava_mcore.parallel.together import raise_together_in_world

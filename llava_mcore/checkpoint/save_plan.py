@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from llava_mcore.checkpoint.sharded import num_bytes, sharded_tensors, structure
-from llava_mcore.compat.megatron_checkpoints import SaveStrategy
+from llava_mcore.compat.megatron.checkpoints import SaveStrategy
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
 
 type _Structure = list[tuple[object, ...]]

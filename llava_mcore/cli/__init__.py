@@ -1,1 +1,1 @@
-"""The commands, one file each."""
+"""The commands, one file each. `base/` has what they share: the table of commands, their entry, flags, a bar."""

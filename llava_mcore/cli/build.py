@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_mcore.build.options import ARCHITECTURES, CONNECTORS, DEFAULT_VISION_MODEL, DTYPE_NAMES, BuildOptions
-from llava_mcore.cli.common import command_main
+from llava_mcore.cli.base.entry import command_main
 from llava_mcore.config.rules.trainer_list import MODEL_CLASSES
 from llava_mcore.errors import ConfigError
 

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from llava_mcore.cli.common import command_main
-from llava_mcore.cli.shared_flags import (
+from llava_mcore.cli.base.entry import command_main
+from llava_mcore.cli.base.shared_flags import (
     add_answer_flags,
     add_frame_flags,
     add_loading_flags,

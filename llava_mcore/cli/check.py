@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llava_mcore.cli.common import command_main, skip_unused_here
-from llava_mcore.cli.shared_flags import (
+from llava_mcore.cli.base.entry import command_main, skip_unused_here
+from llava_mcore.cli.base.shared_flags import (
     BASE_DIR_HELP,
     LOGITS_HELP,
     add_pixel_flags,

@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import llava_mcore
-from llava_mcore.cli.common import command_main
-from llava_mcore.cli.shared_flags import port
+from llava_mcore.cli.base.entry import command_main
+from llava_mcore.cli.base.shared_flags import port
 from llava_mcore.errors import ConfigError
 from llava_mcore.inference.serving import child
 from llava_mcore.inference.serving.examples import check_examples

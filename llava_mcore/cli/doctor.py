@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from llava_mcore.cli.common import command_main
+from llava_mcore.cli.base.entry import command_main
 from llava_mcore.errors import ConfigError, problems
 
 

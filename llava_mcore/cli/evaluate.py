@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llava_mcore.cli.common import command_main
-from llava_mcore.cli.shared_flags import (
+from llava_mcore.cli.base.entry import command_main
+from llava_mcore.cli.base.shared_flags import (
     BASE_DIR_HELP,
     DTYPE_NAMES,
     SPLITS,

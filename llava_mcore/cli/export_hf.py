@@ -6,8 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
-from llava_mcore.cli.common import command_main, skip_unused_here
-from llava_mcore.cli.shared_flags import BASE_DIR_HELP, add_conversion_flags
+from llava_mcore.cli.base.entry import command_main, skip_unused_here
+from llava_mcore.cli.base.shared_flags import BASE_DIR_HELP, add_conversion_flags
 from llava_mcore.errors import ConfigError
 
 

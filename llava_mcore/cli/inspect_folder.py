@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llava_mcore.cli.common import command_main, skip_unused_here
+from llava_mcore.cli.base.entry import command_main, skip_unused_here
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llava_mcore.cli.common import command_main
+from llava_mcore.cli.base.entry import command_main
 from llava_mcore.config.flags import CommandLine, make_parser, name_of
 from llava_mcore.config.load import as_run_config
 from llava_mcore.config.schema import RunConfig

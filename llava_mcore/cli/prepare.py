@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llava_mcore.cli.common import command_main
-from llava_mcore.cli.prepare_bar import PrepareBar
-from llava_mcore.cli.shared_flags import (
+from llava_mcore.cli.base.entry import command_main
+from llava_mcore.cli.base.prepare_bar import PrepareBar
+from llava_mcore.cli.base.shared_flags import (
     above_zero,
     add_frame_flags,
     add_pixel_flags,

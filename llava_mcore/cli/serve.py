@@ -11,8 +11,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llava_mcore.cli.common import command_main
-from llava_mcore.cli.shared_flags import port
+from llava_mcore.cli.base.entry import command_main
+from llava_mcore.cli.base.shared_flags import port
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.hf_files import ADAPTER_CONFIG
 from llava_mcore.files.regular import read_object

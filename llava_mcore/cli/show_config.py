@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from llava_mcore.cli.common import command_main
+from llava_mcore.cli.base.entry import command_main
 from llava_mcore.config.flags import CommandLine, make_parser
 from llava_mcore.config.load import run_config_yaml
 

@@ -6,13 +6,13 @@ import argparse
 import shlex
 import sys
 
-from llava_mcore.cli.common import command_main
+from llava_mcore.cli.base.entry import command_main
 from llava_mcore.config.flags import CommandLine, make_parser
 from llava_mcore.config.load import run_config_yaml
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.launch.forecast import memory_warning
-from llava_mcore.launch.job_arguments import job_arguments
-from llava_mcore.launch.jobs import prepare_cluster_job, prepare_job, submit, write
+from llava_mcore.launch.jobs.arguments import job_arguments
+from llava_mcore.launch.jobs.job import prepare_cluster_job, prepare_job, submit, write
 from llava_mcore.launch.singularity import inner_command, rerun_in_container
 from llava_mcore.launch.start import prepare, start
 

@@ -26,7 +26,7 @@ from llava_mcore.convert.megatron_weights import EMBEDDING, OUTPUT
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.language.registry import embedding_rows
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name, whole_names
 from llava_mcore.parallel.groups import single_process

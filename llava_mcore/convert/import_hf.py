@@ -27,7 +27,7 @@ from llava_mcore.files.hf_folder import HfFolder, plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import sha256
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.decoder import padded_vocab_size
-from llava_mcore.models.language.registry import embedding_rows
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties, write_ties

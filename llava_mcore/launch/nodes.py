@@ -9,7 +9,7 @@ from pathlib import Path
 from llava_mcore.config.schema import LaunchConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.launch.cluster_env import ClusterNode, read_cluster
-from llava_mcore.launch.slurm import SlurmJob, default_port, first_address, read_job
+from llava_mcore.launch.jobs.slurm import SlurmJob, default_port, first_address, read_job
 
 DEFAULT_PORT = 29500
 INTERFACES = Path("/sys/class/net")

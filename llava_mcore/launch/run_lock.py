@@ -14,8 +14,8 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.files.folder_lock import FolderLock
 from llava_mcore.files.regular import naming
+from llava_mcore.launch.jobs.slurm import job_has_ended
 from llava_mcore.launch.nodes import Nodes
-from llava_mcore.launch.slurm import job_has_ended
 
 LOCK_FILE = ".lock"
 

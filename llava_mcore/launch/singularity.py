@@ -18,7 +18,7 @@ from pathlib import Path
 from llava_mcore.config.documents import MAX_BYTES
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.launch.checkout import REPOSITORY, python_path, require_checkout
-from llava_mcore.launch.slurm import address_override
+from llava_mcore.launch.jobs.slurm import address_override
 from llava_mcore.processes.control import run_child
 
 ENGINES = ("singularity", "apptainer")

@@ -15,10 +15,10 @@ from llava_mcore.files.regular import naming
 from llava_mcore.launch.cluster_env import checkpoint_folder
 from llava_mcore.launch.ending import last_lines
 from llava_mcore.launch.forecast import completed
+from llava_mcore.launch.jobs.slurm import describe, read_job
 from llava_mcore.launch.nodes import Nodes, find_nodes
 from llava_mcore.launch.preflight import collecting, completion, preflight, resolve
 from llava_mcore.launch.run_lock import RunLock
-from llava_mcore.launch.slurm import describe, read_job
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
 

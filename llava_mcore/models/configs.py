@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
-from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.language.families.registry import language_family
 from llava_mcore.models.vision.registry import vision_family
 
 

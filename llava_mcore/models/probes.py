@@ -24,9 +24,8 @@ from llava_mcore.models.language.delta_net import PROJECTIONS, DeltaNet
 from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.vision.normed_heads import NormedHeadsAttention
 from llava_mcore.models.vision.patches import PatchTransformer
-from llava_mcore.models.vision.transformer import VisionTransformer
+from llava_mcore.models.vision.transformer import NormedHeadsAttention, VisionTransformer
 from llava_mcore.weights.names import HfNames, LayerNames
 
 NUM_TOKENS = 32

@@ -16,7 +16,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 
 from llava_mcore.errors import ConfigError
 from llava_mcore.files.regular import allowed_files
-from llava_mcore.parallel.host_sum import sum_on_hosts
+from llava_mcore.parallel.collectives import sum_on_hosts
 from llava_mcore.parallel.replica_groups import ControlGroup, replica_groups
 
 

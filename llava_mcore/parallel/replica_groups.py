@@ -1,8 +1,9 @@
-"""The groups of a model replica, which megatron-core does not build."""
+"""The groups of a model replica, which megatron-core does not build, and those of fully sharded data parallelism."""
 
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -43,3 +44,27 @@ def replica_groups(
     if cp_size == 1:
         return None, control
     return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True), control
+
+
+@dataclass(frozen=True)
+class ShardingGroups:
+    """The data-parallel groups of fully sharded data parallelism.
+
+    `shards`: ranks that divide parameters. `replicas`: those with equal shards; None if all data-parallel ranks divide
+    them. `all_ranks`: both together. `expert_shards`: ranks that divide the parameters of experts.
+    """
+
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    all_ranks: dist.ProcessGroup
+    expert_shards: dist.ProcessGroup
+
+
+def sharding_groups() -> ShardingGroups:
+    """Return this rank's groups of fully sharded data parallelism."""
+    all_ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    shards = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    replicas = None
+    if shards.size() < all_ranks.size():
+        replicas = parallel_state.get_inter_distributed_optimizer_instance_group()
+    return ShardingGroups(shards, replicas, all_ranks, parallel_state.get_expert_data_parallel_group())

@@ -16,7 +16,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
-from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.language.families.registry import language_family
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.optimization.data_parallel import params_dtype
 

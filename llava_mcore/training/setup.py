@@ -19,7 +19,7 @@ from llava_mcore.adapters.adaptation import AdapterSetup, adapter_setup_of
 from llava_mcore.adapters.factors import adapter_state
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import model_state
-from llava_mcore.compat.megatron_fsdp import ShardedModel
+from llava_mcore.compat.megatron.fsdp import ShardedModel
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from llava_mcore.compat.megatron_optimizer import update_unless
+from llava_mcore.compat.megatron.optimizer import update_unless
 from llava_mcore.models.language.router import ExpertLoads
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import Groups

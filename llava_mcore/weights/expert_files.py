@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from llava_mcore.errors import ConversionError
 from llava_mcore.weights.layouts import Copy, StackExperts, TensorTransform, TransposeExperts
 from llava_mcore.weights.names import TextNames
 from llava_mcore.weights.table import EXPERT_COLUMN, EXPERT_ROW, REPLICATED, Entry
@@ -40,23 +39,19 @@ class ExpertSizes:
 def expert_form(names: TextNames, layer: int, sizes: ExpertSizes, *, usual: ExpertForm) -> ExpertForm:
     """Return the form of the experts of a layer, from names and shapes of the folder's tensors.
 
-    Raises:
-        ConversionError: fused tensors whose shape does not tell which way they are stored.
+    A tensor that is square within an expert has the same shape transposed and not. `gate_up_proj` is so where
+    h = 2 * f, `down_proj` where h = f, thus never both: the other one tells. Tensors of any other shape are named by
+    the comparison of shapes that follows.
     """
     prefix = names.hf_layer.format(layer=layer) + "mlp."
-    name = f"{prefix}experts.gate_up_proj"
+    into, out = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
     if f"{prefix}experts.0.gate_proj.weight" in names.tensors:
         return ExpertForm.PER_EXPERT
-    if name not in names.tensors:
+    num_experts, h, f = sizes.num_experts, sizes.hidden, sizes.inner
+    telling, transposed = (out, (num_experts, f, h)) if h == 2 * f else (into, (num_experts, h, 2 * f))
+    if telling not in names.tensors:
         return usual
-    if sizes.hidden in (2 * sizes.inner, sizes.inner):
-        raise ConversionError(
-            f"{name}: fused experts of hidden size {sizes.hidden} and moe_intermediate_size {sizes.inner} have the "
-            "same shape transposed and not, so it is not known which way they are stored; save a matrix for each "
-            f"expert instead ({prefix}experts.0.gate_proj.weight, …)"
-        )
-    transposed = (sizes.num_experts, sizes.hidden, 2 * sizes.inner)
-    return ExpertForm.TRANSPOSED if tuple(names.tensors[name].shape) == transposed else ExpertForm.FUSED
+    return ExpertForm.TRANSPOSED if tuple(names.tensors[telling].shape) == transposed else ExpertForm.FUSED
 
 
 def expert_entries(names: TextNames, sizes: ExpertSizes, form: ExpertForm) -> list[Entry]:

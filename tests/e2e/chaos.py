@@ -38,6 +38,7 @@ from tests.e2e.chaos_world import (
     INTERVAL,
     ITERATIONS,
     LAYOUTS,
+    LAYOUTS_FULLY_SHARDED,
     LAYOUTS_WITH_EXPERTS,
     LAYOUTS_WITH_GRAPHS,
     World,
@@ -256,8 +257,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="runs at a time; each has two or four ranks")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what may happen (default: all)")
-    parser.add_argument("--graphs", action="store_true", help="data-parallel runs with emulated graphs alone")
-    parser.add_argument("--experts", action="store_true", help="runs whose ranks divide experts alone")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--graphs", action="store_true", help="data-parallel runs with emulated graphs alone")
+    kind.add_argument("--fsdp", action="store_true", help="fully sharded runs alone")
+    kind.add_argument("--experts", action="store_true", help="runs whose ranks divide experts alone")
     parser.add_argument("--logs", type=Path, help="write what was printed in rounds that went wrong to this folder")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
     args = parser.parse_args(argv)
@@ -279,7 +282,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.processes) as pool:
         root = Path(name)
         material = make_material(root / "material", with_experts=args.experts)
-        layouts = LAYOUTS_WITH_EXPERTS if args.experts else LAYOUTS_WITH_GRAPHS if args.graphs else LAYOUTS
+        special = {
+            LAYOUTS_WITH_GRAPHS: args.graphs, LAYOUTS_WITH_EXPERTS: args.experts, LAYOUTS_FULLY_SHARDED: args.fsdp
+        }  # fmt: skip
+        layouts = next((layouts for layouts, is_chosen in special.items() if is_chosen), LAYOUTS)
         layouts = layouts[: max(args.processes, -(-args.rounds // ROUNDS_OF_A_RUN))]
         worlds = list(pool.map(lambda x: World(material, root / f"world{layouts.index(x)}", x), layouts))
 

@@ -31,7 +31,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLI
 class Layout:
     """tp, dp: sizes. loaders: loader processes of a data-parallel rank. on_node: tensors of checkpoints that are not
     kept are in a folder of the node's own. graphs: packs, trained with emulated graphs. ep: ranks that divide
-    experts."""
+    experts. fsdp: what is fully sharded."""
 
     tp: int
     dp: int
@@ -41,6 +41,7 @@ class Layout:
     on_node: bool = False
     graphs: bool = False
     ep: int = 1
+    fsdp: str = "none"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -50,9 +51,8 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"tp {self.tp} x dp {self.dp}", f"{self.loaders} loader{'s' if self.loaders != 1 else ''}"]
         parts += ["distributed optimizer"] * self.distributed + ["background saves"] * self.background
-        return ", ".join(
-            parts + ["own disk"] * self.on_node + ["emulated graphs"] * self.graphs + [f"ep {self.ep}"] * (self.ep > 1)
-        )
+        parts += ["own disk"] * self.on_node + ["emulated graphs"] * self.graphs + [f"ep {self.ep}"] * (self.ep > 1)
+        return ", ".join(parts + [f"fsdp {self.fsdp}"] * (self.fsdp != "none"))
 
 
 LAYOUTS = (
@@ -69,6 +69,10 @@ LAYOUTS_WITH_EXPERTS = (
     Layout(1, 2, loaders=1, distributed=True, background=True, ep=2),
     Layout(2, 2, loaders=0, distributed=True, background=False, ep=2),
     Layout(1, 2, loaders=2, distributed=True, background=True, on_node=True, ep=2),
+)
+LAYOUTS_FULLY_SHARDED = (
+    Layout(1, 2, loaders=1, distributed=False, background=True, fsdp="optim_grads_params"),
+    Layout(2, 2, loaders=0, distributed=False, background=False, fsdp="optim_grads"),
 )
 
 
@@ -102,6 +106,7 @@ class World:
         switches += ["--packing"] * layout.graphs
         if layout.ep > 1:  # their data has samples that cannot be read
             switches += ["--ep", layout.ep, *["--sequence-parallel"] * (layout.tp > 1), "--max-skip-rate", 0.5]
+        switches += ["--fsdp", layout.fsdp] if layout.fsdp != "none" else []
         size = ("-g", layout.tp * layout.dp, "--tp", layout.tp)
         return [*size, *places, *out, *sizes, *saving, *more, *switches, *data]
 

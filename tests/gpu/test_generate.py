@@ -15,7 +15,7 @@ from llava_mcore.data.samples import Conversation
 from llava_mcore.inference.answering.hf_model import HfModel
 from llava_mcore.inference.evaluation.languages import NAMES
 from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings
-from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.language.families.registry import language_family
 from tests.gpu.supported_cases import supported
 from tests.helpers.cases import make_sharp_case
 from tests.helpers.packages import needs

@@ -13,7 +13,7 @@ import torch
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.language.families.registry import language_family
 from tests.gpu import te_checks
 from tests.gpu.supported_cases import supported
 from tests.gpu.te_checks import TE

@@ -61,7 +61,7 @@ class EmulatedGraph:
 
 
 def make_graphs(parts: Sequence[nn.Module], _samples: object, **_: object) -> list[Callable[..., Tensor]]:
-    """Stand for the function of this name in `compat/graphs.py`."""
+    """Stand for the function of this name in `compat/megatron/graphs.py`."""
     return [EmulatedGraph(part) for part in parts]
 
 

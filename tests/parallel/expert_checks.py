@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.errors import DataError
+from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.models.language.experts import Experts
 from llava_mcore.models.trainable import count_parameters
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
@@ -20,6 +22,7 @@ from llava_mcore.training.saving.save import Saver, save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.step import forward_backward, train_step
 from tests.helpers.batches import PackedLoader
+from tests.parallel.answer_checks import ASKED, train_and_ask
 from tests.parallel.checks import join, load_model, logits
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, curve, make_trainer, run_config
@@ -43,6 +46,8 @@ WITH_ADAPTERS: dict[Layout, tuple[str, ...]] = {
     (2, 2, 2, 1): ("experts",),
 }
 """Layouts that also train adapters, and their kinds: LoRA on experts and attention, DoRA on attention."""
+WITH_ANSWERS = {(1, 1, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 2)}
+"""Layouts that answer questions: one replica has all experts, or two share them, also over two stages."""
 COEFFICIENTS = {"aux_loss_coef": 0.2, "z_loss_coef": 0.05}
 TERMS: dict[str, Any] = {f"router.{key}": value for key, value in COEFFICIENTS.items()}
 
@@ -107,6 +112,8 @@ def one_layout(
         found["packed"] = curve(groups, again, TEXT_ONLY, PackedLoader, most_steps=2)
     found["products"] = products
     found["validations"] = [validated(groups, checkpoint, folder, save_dir) for folder in data]
+    if layout in WITH_ANSWERS:
+        found["answers"] = answered(groups, checkpoint, data[-1], save_dir)
     found["with terms"] = trained_with_terms(groups, checkpoint, save_dir)
     if groups.pp_size > 1:
         chunks = {"parallel.num_layers_per_virtual_pipeline_stage": 1, "training.micro_batch_size": 1}
@@ -189,6 +196,30 @@ def validated(groups: Groups, checkpoint: str, data: str, save_dir: str) -> list
     flags |= {"validation.eval_interval": 1, "parallel.sequence_parallel": groups.tp_size > 1}
     flags["training.micro_batch_size"] = 1
     return train_and_validate(groups, checkpoint, save_dir, flags, 0)["validations"]
+
+
+def answered(groups: Groups, checkpoint: str, data: str, save_dir: str) -> tuple[list[Any], str]:
+    """Return the answers to questions of the validation split, of which replicas have different numbers, and what is
+    said if the last replica cannot read its second one."""
+    flags = ASKED | {"parallel.sequence_parallel": groups.tp_size > 1, "parallel.use_distributed_optimizer": True}
+    flags |= {"parallel.expert_model_parallel_size": groups.ep_size}
+    flags |= {"parallel.expert_tensor_parallel_size": groups.etp_size}
+    found = train_and_ask(groups, checkpoint, data, save_dir, flags, steps=0)
+    read = Questions.read
+
+    def broken(questions: Questions, indices: Sequence[int]) -> Iterator[Any]:
+        first, *_ = read(questions, indices)
+        yield first
+        raise DataError("the shard is gone")
+
+    said = ""
+    is_last = groups.dp_rank == groups.dp_size - 1
+    with mock.patch.object(Questions, "read", broken if is_last else read):
+        try:
+            train_and_ask(groups, checkpoint, data, save_dir, flags, steps=0)
+        except DataError as error:
+            said = str(error)
+    return found["rounds"], said
 
 
 def resumed(groups: Groups, checkpoint: str, save_dir: str, name: str, **flags: Any) -> list[float]:

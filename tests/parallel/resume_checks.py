@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import load, load_common_state_dict, load_
 
 from llava_mcore.checkpoint.dist import model_state, save_state
 from llava_mcore.checkpoint.layout import latest_checkpoint
-from llava_mcore.compat.megatron_checkpoints import LoadStrategy
+from llava_mcore.compat.megatron.checkpoints import LoadStrategy
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.fetch import SkipBudget, fetch_step

@@ -24,7 +24,7 @@ from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel import expert_checks
-from tests.parallel.expert_checks import COEFFICIENTS, MICRO_BATCH, TEXT_ONLY, WITH_ADAPTERS, Layout
+from tests.parallel.expert_checks import COEFFICIENTS, MICRO_BATCH, TEXT_ONLY, WITH_ADAPTERS, WITH_ANSWERS, Layout
 from tests.parallel.test_adapters import check_export
 from tests.parallel.training_checks import GLOBAL_BATCH
 
@@ -206,6 +206,18 @@ def test_validation_of_fewer_samples_than_fit(results: Found, layout: Layout) ->
         ((expected, *expected_counts),) = reference
         assert loss == pytest.approx(expected, rel=1e-5)
         assert counts == expected_counts
+
+
+@pytest.mark.parametrize("layout", WITH_ANSWERS, ids=str)
+def test_answers_while_replicas_share_experts(results: Found, layout: Layout) -> None:
+    """Replicas with fewer or shorter answers keep step with the others, and all end if one cannot read a question."""
+    (reference,), _ = results[ONE][0]["answers"]
+    assert len(reference[1]) == NUM_VALIDATION[-1]
+    for rank in results[layout]:
+        (answers,), said = rank["answers"]
+        assert answers == reference or rank is not results[layout][0]
+        assert "questions of the validation split cannot be asked" in said or layout == ONE
+        assert said.count("the shard is gone") == layout[0] * layout[1], "the ranks of one replica"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -76,7 +76,7 @@ def data_parallel_gradients(tied: bool, adds: bool) -> float:
 
     from llava_mcore.models.configs import ModelOptions, part_configs
     from llava_mcore.models.language.decoder import LanguageModel
-    from llava_mcore.models.language.llama import Llama
+    from llava_mcore.models.language.families.llama import Llama
     from tests.helpers.tiny_hf import text_config, vision_config
 
     hf = LlavaConfig(vision_config=vision_config("clip"), text_config=text_config("llama"), tie_word_embeddings=tied)

@@ -83,11 +83,3 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
         yield f"--hsdp {run.parallel.hsdp_replicas} does not divide experts into groups yet, and {has}: omit it"
     if run.adapter.quantize != "none" and run.parallel.expert_tensor_parallel_size > 1:
         yield f"--lora-quantize quantizes whole experts, and {has}: omit --etp, or use --ep in its place"
-    parallel = run.parallel
-    ep = parallel.expert_model_parallel_size
-    of_replica = parallel.tensor_model_parallel_size // parallel.expert_tensor_parallel_size
-    if run.validation.eval_generate is not None and of_replica % ep:
-        yield (
-            f"--eval-generate writes answers of different lengths on each model replica, which replicas that share "
-            f"experts cannot do: omit it, or lower --ep {ep} to {max(1, of_replica)}"
-        )

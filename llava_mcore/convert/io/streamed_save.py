@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 
 from llava_mcore.checkpoint.dist import CHECKPOINT_VERSION
-from llava_mcore.compat.megatron_checkpoints import by_sharded_key
+from llava_mcore.compat.megatron.checkpoints import by_sharded_key
 from llava_mcore.compat.torch import storage_info
 from llava_mcore.convert.io.import_jobs import EntryWrite, FileWrite, FileWritten
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from llava_mcore.data.encode.marks import TYPES, escape
 from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.language.registry import embedding_rows
+from llava_mcore.models.language.families.registry import embedding_rows
 
 
 def choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: Mapping[str, int | None], errors: list[str]) -> None:

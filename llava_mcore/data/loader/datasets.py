@@ -19,8 +19,8 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData, Web
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers.map_dataset import MapDataset
 
-from llava_mcore.compat.energon.memory import forget_read_members
 from llava_mcore.compat.energon.named_code import NamedCodeError, refuse_named_code
+from llava_mcore.compat.energon.shards import forget_read_members
 from llava_mcore.data.encode.conversation import TextDecoder, chat_from_standard, cook_chat
 from llava_mcore.data.encode.prompts import POOL_KEY
 from llava_mcore.data.samples import ChatSample

@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 
 from llava_mcore.errors import DataError, LlavaMcoreError
 from llava_mcore.inference.generation.cache import cached_rows
+from llava_mcore.inference.generation.lockstep import Lockstep, State
 from llava_mcore.inference.generation.prompt import Prompt
 from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.inference.generation.stages import CachedModel
@@ -115,7 +116,8 @@ def generate(
     num_rows: int,
     multiple: int = 1,
 ) -> Iterator[Answer]:
-    """Yield the answers of one model replica as they are finished; a collective call of the replica's ranks.
+    """Yield the answers of one model replica as they are finished; a collective call of the replica's ranks, and of all
+    ranks where replicas share experts.
 
     Args:
         models: the chunks of this rank, in eval mode.
@@ -125,7 +127,8 @@ def generate(
         multiple: numbers of tokens are padded to a multiple of this; prompts already are.
 
     Raises:
-        LlavaMcoreError: on all ranks of the replica, if `prompts` raised one.
+        LlavaMcoreError: on all ranks of the replica, if `prompts` raised one. Replicas that share experts with it end
+            early.
     """
     with torch.no_grad(), cached_rows(models, num_rows, groups.device) as rows:
         model = CachedModel(models, groups, rows, multiple=multiple)
@@ -138,24 +141,40 @@ class _AnswerLoop:
     ) -> None:
         self.model, self.prompts, self.settings, self.fields = model, prompts, settings, fields
         self.groups = model.groups
+        self.lockstep = Lockstep(model.groups)
         self.rows: list[_PromptRow | None] = [None] * num_rows
-        self.num_read, self.has_more = 0, True
+        self.num_read, self.has_more, self.others_failed = 0, True, False
 
     def answers(self) -> Iterator[Answer]:
         """Yield all answers."""
-        while True:
+        while self.has_more or any(self.rows):
             for index in range(len(self.rows)):
                 yield from self._fill(index)
-            if not any(self.rows):
+            if any(self.rows) and self._may_run():
+                yield from self._step()
+            if self.others_failed:
                 return
-            yield from self._step()
+        # Other replicas may still need this one's experts.
+        while self.lockstep.agree(State.DONE) is State.BUSY:
+            self._read_tokens()
+
+    def _may_run(self) -> bool:
+        """Return whether this replica's next pass comes now; not if another replica has failed."""
+        self.others_failed = self.others_failed or self.lockstep.agree(State.BUSY) is State.FAILED
+        return not self.others_failed
 
     def _fill(self, index: int) -> Iterator[Answer]:
         """Read prompts into a free row until one of them needs more than its first token."""
-        while self.rows[index] is None and self.has_more:
-            prompt = self._next_prompt()
+        while self.rows[index] is None and self.has_more and not self.others_failed:
+            try:
+                prompt = self._next_prompt()
+            except LlavaMcoreError:
+                self.lockstep.agree(State.FAILED)
+                raise
             if prompt is None:
                 self.has_more = False
+                return
+            if not self._may_run():
                 return
             batch, length, position = prompt
             ids = batch.input_ids[:, :length]
@@ -172,15 +191,19 @@ class _AnswerLoop:
     def _step(self) -> Iterator[Answer]:
         """Read the last token of every row and choose the next one."""
         indices = [index for index, row in enumerate(self.rows) if row is not None]
-        tokens = [0 if row is None else row.tokens[-1] for row in self.rows]
-        positions = [0 if row is None else row.position for row in self.rows]
-        lengths = [0 if row is None else row.length for row in self.rows]
-        read, at = torch.tensor([tokens, positions], device=self.groups.device)
-        logits = self.model.read_tokens(read, at, lengths)
+        logits = self._read_tokens()
         rows = [row for row in self.rows if row is not None]
         for row in rows:
             row.length, row.position = row.length + 1, row.position + 1
         yield from self._take(indices, self._chosen(None if logits is None else logits[indices], rows))
+
+    def _read_tokens(self) -> Tensor | None:
+        """Run the pass of the rows' last tokens, and of any token for a row that is free."""
+        tokens = [0 if row is None else row.tokens[-1] for row in self.rows]
+        positions = [0 if row is None else row.position for row in self.rows]
+        lengths = [0 if row is None else row.length for row in self.rows]
+        read, at = torch.tensor([tokens, positions], device=self.groups.device)
+        return self.model.read_tokens(read, at, lengths)
 
     def _chosen(self, logits: Tensor | None, rows: Sequence[_PromptRow]) -> list[int]:
         """Return the next token of each of these rows, on all stages."""

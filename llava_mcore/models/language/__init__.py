@@ -1,1 +1,1 @@
-"""Language models: one file per family, based on a common dense decoder."""
+"""Language models: megatron-core's decoder with layers of our own, and `families/`, one file per family."""

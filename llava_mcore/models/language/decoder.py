@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from llava_mcore.compat.megatron_layers import change_class, set_frequencies, set_rotary_factor, use_position_ids
+from llava_mcore.compat.megatron.layers import change_class, set_frequencies, set_rotary_factor, use_position_ids
 from llava_mcore.config.rules.parallel import check_deepstack
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.activations import StatelessActivation

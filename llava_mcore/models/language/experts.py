@@ -37,8 +37,8 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from llava_mcore.compat.megatron_layers import change_class
-from llava_mcore.compat.token_dispatcher import TokenDispatcher, pad_for_gloo
+from llava_mcore.compat.megatron.layers import change_class
+from llava_mcore.compat.megatron.token_dispatcher import TokenDispatcher, pad_for_gloo
 from llava_mcore.models.language.grouped_products import FrozenGroupedProduct, grouped_product
 from llava_mcore.models.language.router import Router
 

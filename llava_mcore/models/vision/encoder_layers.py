@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers import PretrainedConfig
 
-from llava_mcore.compat.megatron_layers import split_gradients_without_copy
+from llava_mcore.compat.megatron.layers import split_gradients_without_copy
 from llava_mcore.compat.required import replace_name
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import StatelessActivation, activation, quick_gelu

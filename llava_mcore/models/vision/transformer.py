@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.common.vision_module.vision_module import VisionModule
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -24,13 +28,14 @@ from torch import Tensor, nn
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, encoder_layer_spec, use_fewer_kernels, without_bias
 from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.normed_heads import NormedHeadsAttention
 from llava_mcore.models.vision.replicated import process_groups
 from llava_mcore.parallel.batch import Items, MediaLengths
 from llava_mcore.weights.names import LayerNames
 
 # Names in checkpoints: those of the InternViT in Megatron-LM's examples.
 LAYER_SCALE_NAMES = {"self_attn_bda.scale": "ls1", "mlp_bda.scale": "ls2"}
+ALL_HEADS_EPS = 1e-6
+"""Epsilon of the norms over all heads in transformers, which has no setting for it."""
 
 
 class LayerScale(nn.Module):
@@ -52,6 +57,46 @@ class LayerScale(nn.Module):
             return residual + F.dropout(self.scale * x, dropout, training)
 
         return add
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over the heads of all ranks. Every rank has the whole weight; its gradient is summed over them."""
+
+    def __init__(self, size: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        """size: of all heads. group: the ranks that divide them."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the heads [s, b, n, d], rounded as transformers does."""
+        weight, wide = self.weight, x.float()
+        squares = wide.pow(2).sum((-2, -1), keepdim=True)
+        if self.group.size() > 1:
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.group)
+            # Each rank has a part of the sum, and what depends on the sum in its own heads.
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+        local_weight = weight.chunk(self.group.size())[self.group.rank()].view(x.shape[-2:])
+        return local_weight * (wide * torch.rsqrt(squares / len(self.weight) + ALL_HEADS_EPS)).to(x.dtype)
+
+
+class NormedHeadsAttention(SelfAttention):
+    """Self-attention that normalizes queries and keys over all heads together (InternViT-6B).
+
+    s: positions, b: images, n: heads of this tensor-parallel rank, d: head size.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        size = self.config.num_attention_heads * self.hidden_size_per_attention_head
+        norms = (AllHeadsNorm(size, self.config.params_dtype, self.pg_collection.tp) for _ in range(2))
+        self.query_norm, self.key_norm = norms
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return query, key and value [s, b, n, d], the first two normalized (called by megatron-core's forward)."""
+        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        return (self.query_norm(query), self.key_norm(key), *rest)
 
 
 @dataclass(frozen=True)

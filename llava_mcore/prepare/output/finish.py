@@ -30,7 +30,7 @@ from megatron.energon.flavors.webdataset.prepare import (
 from megatron.energon.flavors.webdataset.structs import WebdatasetInfo, WebdatasetSplits
 from megatron.energon.typed_converter import to_json_object
 
-from llava_mcore.compat.energon.index_rows import rows_of_shard
+from llava_mcore.compat.energon.shards import rows_of_shard
 from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED
 from llava_mcore.data.encode.tokens import ORIGIN_FILE
 from llava_mcore.data.storage.dataset_path import META, PAIRS_FILE, SCRATCH

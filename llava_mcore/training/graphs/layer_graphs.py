@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from llava_mcore.compat.graphs import destroy_graphs, make_graphs, new_pool, parameter_gathering
+from llava_mcore.compat.megatron.graphs import destroy_graphs, make_graphs, new_pool, parameter_gathering
 from llava_mcore.training.graphs.packs import Packs, Sample
 from llava_mcore.training.graphs.segments import LayerSegment, segment_of
 

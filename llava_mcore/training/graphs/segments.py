@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llava_mcore.adapters.attach import adapters_of
-from llava_mcore.compat.megatron_layers import attention_of, mlp_of
+from llava_mcore.compat.megatron.layers import attention_of, mlp_of
 from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.training.graphs.packs import Packs

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer, param_group_identifier_keys
 
-from llava_mcore.compat.megatron_optimizer import create_moments, is_fully_sharded
+from llava_mcore.compat.megatron.optimizer import create_moments, is_fully_sharded
 from llava_mcore.errors import CheckpointError
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.optimization.optimizers import kind_of

@@ -13,13 +13,13 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from llava_mcore.compat.megatron_fsdp import MeshGroups, ShardedModel, own_gradients, own_shards
-from llava_mcore.compat.megatron_gradients import gradient_ranges, reduce_in_fixed_order
+from llava_mcore.compat.megatron.fsdp import MeshGroups, ShardedModel, own_gradients, own_shards
+from llava_mcore.compat.megatron.gradients import gradient_ranges, reduce_in_fixed_order
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import alike, whole_name
 from llava_mcore.parallel.groups import Groups, group_of_this_rank, tensor_parallel_group
-from llava_mcore.parallel.sharding_groups import sharding_groups
+from llava_mcore.parallel.replica_groups import sharding_groups
 from llava_mcore.training.optimization.optimizers import DTYPES
 
 type DataParallelModel = DistributedDataParallel | ShardedModel

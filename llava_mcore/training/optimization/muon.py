@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from llava_mcore.compat.emerging_optimizers import matmul_precision, newton_schulz
-from llava_mcore.compat.megatron_optimizer import replace_inner
+from llava_mcore.compat.megatron.optimizer import replace_inner
 from llava_mcore.config.rules.muon import MUON_MISSING
 from llava_mcore.config.sections.optimizer import OptimizerConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.parallel.exchange import exchange
+from llava_mcore.parallel.collectives import exchange
 from llava_mcore.training.optimization.muon_matrices import HeldMatrix, Holders, Matrix, find_holders
 
 ADAM = "adam"

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
-from llava_mcore.compat.megatron_optimizer import updated_parameters
-from llava_mcore.models.language.registry import embedding_rows
+from llava_mcore.compat.megatron.optimizer import updated_parameters
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names

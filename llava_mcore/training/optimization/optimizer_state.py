@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer import (
 
 from llava_mcore.checkpoint.flat_slices import flat_slices
 from llava_mcore.checkpoint.sharded import each_layer_apart
-from llava_mcore.compat.megatron_optimizer import (
+from llava_mcore.compat.megatron.optimizer import (
     group_of,
     hand_state_to_parts,
     is_fully_sharded,

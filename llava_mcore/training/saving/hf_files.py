@@ -34,7 +34,7 @@ from llava_mcore.files.hf_folder import HfFolder, TensorInfo, to_record
 from llava_mcore.files.regular import read_object
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
-from llava_mcore.models.language.registry import embedding_rows
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.tied_weights import settle_ties, write_ties
 from llava_mcore.parallel.groups import Groups

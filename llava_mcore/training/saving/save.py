@@ -35,9 +35,9 @@ from llava_mcore.checkpoint.save_plan import SaveAssignment
 from llava_mcore.checkpoint.sharded import num_bytes
 from llava_mcore.errors import CheckpointError, problems
 from llava_mcore.files.atomic import move, sync_tree, write_synced
+from llava_mcore.parallel.collectives import differing
 from llava_mcore.parallel.cores import all_cores
 from llava_mcore.parallel.groups import gather_to_first, sum_over_ranks
-from llava_mcore.parallel.replicas import differing
 from llava_mcore.parallel.together import raise_listed
 from llava_mcore.training.logs.run_record import run_record
 from llava_mcore.training.optimization.data_parallel import alike_here, gathers_ahead

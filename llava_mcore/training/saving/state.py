@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from llava_mcore.checkpoint.complete import RUN_JSON
 from llava_mcore.checkpoint.dist import load_state
+from llava_mcore.checkpoint.flat_slices import flat_slices
 from llava_mcore.checkpoint.layout import RUN_FILE
 from llava_mcore.checkpoint.node_local import is_local, load_local
+from llava_mcore.compat.megatron.fsdp import ShardedModel, own_shards
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.adapter import AdapterConfig
@@ -25,10 +29,10 @@ from llava_mcore.parallel.groups import Groups
 from llava_mcore.parallel.random import random_state, set_random_state
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.logs.run_record import OF_EVERY_RANK, RANDOM_STATES
+from llava_mcore.training.optimization.data_parallel import DataParallelModel
 from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
 from llava_mcore.training.optimization.schedule import rate_change
-from llava_mcore.training.optimization.sharded_weights import own_weights
 from llava_mcore.training.setup import Trainer, saved_state
 
 logger = logging.getLogger(__name__)
@@ -210,3 +214,28 @@ def _random_state_of(checkpoint: Path, before: RunConfig, groups: Groups) -> Sha
         saved.append(record["layout"]["data_parallel_size"])
         now.append(groups.dp_size)
     return _sharded_random_state(groups, of_every_rank=of_every_rank) if saved == now else None
+
+
+def own_weights(whole_state: ShardedStateDict, chunks: Sequence[DataParallelModel]) -> ShardedStateDict:
+    """Return the slices of a fully sharded model's weights that this rank holds, as slices of the whole tensors.
+
+    Args:
+        whole_state: of the models with whole parameters; what it does not have is not saved.
+    """
+    tensors = nested_values(extract_sharded_tensors_and_factories(whole_state)[0])
+    sharded_by_parameter = {sharded.data: sharded for sharded in tensors}
+    weights: dict[str, Any] = {}
+    for index, chunk in enumerate(chunks):
+        assert isinstance(chunk, ShardedModel)
+        weights[f"model{index}"] = {
+            shard.name: flat_slices(
+                sharded_by_parameter[shard.parameter],
+                shard.start,
+                shard.stop,
+                shard.weights,
+                replica=chunk.replica_rank,
+            )
+            for shard in own_shards(chunk)
+            if shard.parameter in sharded_by_parameter
+        }
+    return weights

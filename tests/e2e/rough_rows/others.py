@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.cli.base.commands import COMMANDS
 from tests.helpers.rough import TRAIN, Outcome, Sandbox, Trial
 
 ROW = "Ends: others"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.cli.base.commands import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = {command.script: name for name, command in COMMANDS.items() if command.script is not None}

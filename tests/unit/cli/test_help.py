@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.startup import start, write_folders
-from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.cli.base.commands import COMMANDS
 from llava_mcore.compat.startup import UNUSED_IMPORTS, UNUSED_IMPORTS_HERE
 
 ROOT = Path(__file__).parents[3]

@@ -27,17 +27,14 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from llava_mcore.compat import (
-    cpu,
-    frozen_linears,
-    megatron_checkpoints,
-    megatron_layers,
-    megatron_optimizer,
-)
-from llava_mcore.compat.energon import index_rows, named_code, storage_clients
-from llava_mcore.compat.energon import memory as energon_memory
-from llava_mcore.compat.megatron_checkpoints import FACTORY_OPTIONS, LoadStrategy
-from llava_mcore.compat.megatron_gradients import gradient_ranges
+from llava_mcore.compat import cpu
+from llava_mcore.compat.energon import named_code, shards, storage_clients
+from llava_mcore.compat.megatron import checkpoints as megatron_checkpoints
+from llava_mcore.compat.megatron import frozen_linears
+from llava_mcore.compat.megatron import layers as megatron_layers
+from llava_mcore.compat.megatron import optimizer as megatron_optimizer
+from llava_mcore.compat.megatron.checkpoints import FACTORY_OPTIONS, LoadStrategy
+from llava_mcore.compat.megatron.gradients import gradient_ranges
 from llava_mcore.compat.required import replace_name, required
 from llava_mcore.compat.torch import (
     NUM_STATE,
@@ -100,7 +97,7 @@ class Changed:
 @pytest.mark.parametrize(
     ("patch", "owner"),
     [
-        (energon_memory.forget_read_members, "ITarFile"),
+        (shards.forget_read_members, "ITarFile"),
         (named_code.refuse_named_code, "REPLACED"),
         (megatron_checkpoints.keep_write_results_here, "filesystem_async"),
         (storage_clients.remember_clients_at_forks.__wrapped__, "shortcuts"),
@@ -266,7 +263,7 @@ def with_replaced(owner: object, name: str, value: object, use: Callable[[], obj
         end_loader_processes,
         lambda x: model_without_weights(x, x),
         lambda x: encoded_lengths(x, 7),
-        lambda x: with_replaced(index_rows, "WebdatasetPreparator", x, lambda: index_rows.rows_of_shard("", {}, x, 1)),
+        lambda x: with_replaced(shards, "WebdatasetPreparator", x, lambda: shards.rows_of_shard("", {}, x, 1)),
         lambda x: with_replaced(torch, "_utils", x, rebuild_tensor),
         lambda x: with_replaced(
             megatron_checkpoints, "strategies", x, lambda: megatron_checkpoints.read_with(FileSystemReader)

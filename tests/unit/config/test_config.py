@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llava_mcore.__main__ import main
 from llava_mcore.cli import show_config
-from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.cli.base.commands import COMMANDS
 from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flags import ALL_FLAGS, TRAINER_NAMES, make_parser, parse_command_line
 from llava_mcore.config.load import (

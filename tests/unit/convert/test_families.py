@@ -22,7 +22,7 @@ from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
-from llava_mcore.models.language.registry import texts_of_any_class
+from llava_mcore.models.language.families.registry import texts_of_any_class
 from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class
 from llava_mcore.training import model_options
 from llava_mcore.training.model_options import transformer_impl

@@ -16,7 +16,7 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.structs import ShardInfo
 
 from llava_mcore.cli import prepare as prepare_app
-from llava_mcore.compat.energon.memory import forget_read_members
+from llava_mcore.compat.energon.shards import forget_read_members
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.train_loader import TrainLoader

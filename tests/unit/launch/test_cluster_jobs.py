@@ -20,9 +20,9 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.sections.launch import LaunchConfig, Volume, parse_volume
 from llava_mcore.errors import ConfigError
 from llava_mcore.launch.cluster_env import read_cluster
-from llava_mcore.launch.job_arguments import job_arguments
-from llava_mcore.launch.job_options import merged
-from llava_mcore.launch.kubernetes import RETRIED, job_name
+from llava_mcore.launch.jobs.arguments import job_arguments
+from llava_mcore.launch.jobs.kubernetes import RETRIED, job_name
+from llava_mcore.launch.jobs.options import merged
 from llava_mcore.launch.nodes import Nodes, find_nodes
 from llava_mcore.launch.start import with_save_dir
 from llava_mcore.launch.torchrun_command import worker_env

@@ -20,6 +20,7 @@ from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.launch import checkout
 from llava_mcore.launch.checkout import REPOSITORY
+from llava_mcore.launch.jobs.slurm import batch_file
 from llava_mcore.launch.singularity import (
     bind_folders,
     container_argv,
@@ -28,7 +29,6 @@ from llava_mcore.launch.singularity import (
     rerun_in_container,
     without_image,
 )
-from llava_mcore.launch.slurm import batch_file
 from llava_mcore.launch.torchrun_command import ALLOCATOR, torchrun_argv, worker_env
 from llava_mcore.processes.control import run_child
 

@@ -11,11 +11,12 @@ import pytest
 
 from llava_mcore.config.sections.launch import LaunchConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.launch import nodes, slurm
+from llava_mcore.launch import nodes
 from llava_mcore.launch.checkout import REPOSITORY
+from llava_mcore.launch.jobs import slurm
+from llava_mcore.launch.jobs.slurm import batch_file, submit
 from llava_mcore.launch.nodes import Nodes, check_gpu_ids, check_interface, find_nodes
 from llava_mcore.launch.singularity import inner_command
-from llava_mcore.launch.slurm import batch_file, submit
 from llava_mcore.launch.torchrun_command import torchrun_argv, worker_env
 
 STEP = {

@@ -17,7 +17,7 @@ from transformers import LlavaConfig
 
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.language.decoder import LanguageModel
-from llava_mcore.models.language.llama import Llama
+from llava_mcore.models.language.families.llama import Llama
 from llava_mcore.models.loss.linear_cross_entropy import linear_cross_entropy
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.tiny_hf import text_config, vision_config

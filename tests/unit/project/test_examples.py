@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.marked_tables import ROOT, TABLES, with_table
 from llava_mcore.cli import generate, train
-from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.cli.base.commands import COMMANDS
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.launch import start as launch

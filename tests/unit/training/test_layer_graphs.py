@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llava_mcore.compat.graphs import DropActivations
+from llava_mcore.compat.megatron.graphs import DropActivations
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run, loader_multiple
 from llava_mcore.convert.import_hf import import_hf

@@ -1,4 +1,4 @@
-"""Experts in files: every form becomes the same two tensors and comes back bit for bit; an ambiguous one is refused."""
+"""Experts in files: every form becomes the same two tensors and comes back bit for bit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3VLMoeConfig
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.language.qwen3_moe import is_sparse
-from llava_mcore.models.language.registry import language_family
+from llava_mcore.models.language.families.qwen3_moe import is_sparse
+from llava_mcore.models.language.families.registry import language_family
 from llava_mcore.weights.expert_files import ExpertForm, ExpertSizes, expert_entries, expert_form
 from llava_mcore.weights.layouts import StackExperts
 from llava_mcore.weights.names import TextNames
@@ -23,18 +23,19 @@ SIZES = ExpertSizes(num_experts=4, hidden=6, inner=5)
 EXPERTS = "model.layers.0.mlp.experts."
 
 
-def fused() -> dict[str, Tensor]:
+def fused(sizes: ExpertSizes = SIZES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
+    h, f = sizes.hidden, sizes.inner
     return {
-        EXPERTS + "gate_up_proj": torch.randn(4, 10, 6, generator=generator),
-        EXPERTS + "down_proj": torch.randn(4, 6, 5, generator=generator),
-        "model.layers.0.mlp.gate.weight": torch.randn(4, 6, generator=generator),
+        EXPERTS + "gate_up_proj": torch.randn(4, 2 * f, h, generator=generator),
+        EXPERTS + "down_proj": torch.randn(4, h, f, generator=generator),
+        "model.layers.0.mlp.gate.weight": torch.randn(4, h, generator=generator),
     }
 
 
-def of_form(form: ExpertForm) -> dict[str, Tensor]:
+def of_form(form: ExpertForm, sizes: ExpertSizes = SIZES) -> dict[str, Tensor]:
     """Return the same weights as files of a form have them."""
-    weights = fused()
+    weights = fused(sizes)
     if form is ExpertForm.TRANSPOSED:
         return {name: x.transpose(1, 2).contiguous() if "experts" in name else x for name, x in weights.items()}
     if form is ExpertForm.FUSED:
@@ -49,36 +50,30 @@ def names_of(tensors: dict[str, Any]) -> TextNames:
     return TextNames("language_model.", "model.", "", "", tensors)
 
 
-def table_of(tensors: dict[str, Tensor]) -> MappingTable:
+def table_of(tensors: dict[str, Tensor], sizes: ExpertSizes = SIZES) -> MappingTable:
     names = names_of(tensors)
-    form = expert_form(names, 0, SIZES, usual=ExpertForm.FUSED)
-    return MappingTable.of(x for entry in expert_entries(names, SIZES, form) for x in entry.expand(layer=[0]))
+    form = expert_form(names, 0, sizes, usual=ExpertForm.FUSED)
+    return MappingTable.of(x for entry in expert_entries(names, sizes, form) for x in entry.expand(layer=[0]))
 
 
+# The shape of a square tensor does not tell whether it is transposed: gate_up_proj is square where hidden is 2 x inner
+# (10), down_proj where they are equal (5).
+@pytest.mark.parametrize("hidden", [6, 10, 5])
+@pytest.mark.parametrize("usual", [ExpertForm.FUSED, ExpertForm.TRANSPOSED])
 @pytest.mark.parametrize("form", ExpertForm)
-def test_every_form_is_recognized_and_comes_back(form: ExpertForm) -> None:
-    weights = of_form(form)
-    assert expert_form(names_of(weights), 0, SIZES, usual=ExpertForm.FUSED) is form
-    entries = table_of(weights).entries
+def test_every_form_is_recognized_and_comes_back(form: ExpertForm, usual: ExpertForm, hidden: int) -> None:
+    sizes = ExpertSizes(num_experts=4, hidden=hidden, inner=5)
+    weights = of_form(form, sizes)
+    assert expert_form(names_of(weights), 0, sizes, usual=usual) is form
+    entries = table_of(weights, sizes).entries
     found = {name.rpartition("mlp.")[2]: entry.to_megatron(weights) for name, entry in entries.items()}
-    expected = fused()
+    expected = fused(sizes)
     assert torch.equal(found["experts.linear_fc1.weight"], expected[EXPERTS + "gate_up_proj"])
     assert torch.equal(found["experts.linear_fc2.weight"], expected[EXPERTS + "down_proj"])
     assert torch.equal(found["router.weight"], expected["model.layers.0.mlp.gate.weight"])
     back = {k: x for entry in entries.values() for k, x in entry.to_hf(entry.to_megatron(weights)).items()}
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], x) and back[name].is_contiguous() for name, x in weights.items())
-
-
-@pytest.mark.parametrize("hidden", [5, 10])
-def test_fused_experts_that_may_be_stored_either_way_are_refused(hidden: int) -> None:
-    sizes = ExpertSizes(4, hidden, 5)
-    tensors = {EXPERTS + "gate_up_proj": torch.empty(4, 10, hidden, device="meta")}
-    said = f"{EXPERTS}gate_up_proj.*hidden size {hidden} and moe_intermediate_size 5 have the same shape transposed"
-    with pytest.raises(ConversionError, match=said):
-        expert_form(names_of(tensors), 0, sizes, usual=ExpertForm.FUSED)
-    one_by_one = {f"{EXPERTS}0.gate_proj.weight": torch.empty(5, hidden, device="meta")}
-    assert expert_form(names_of(one_by_one), 0, sizes, usual=ExpertForm.FUSED) is ExpertForm.PER_EXPERT
 
 
 def test_a_matrix_of_an_expert_is_a_slice_of_the_stacked_tensor() -> None:

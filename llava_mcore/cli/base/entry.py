@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from llava_mcore import log
-from llava_mcore.cli.commands import COMMANDS
+from llava_mcore.cli.base.commands import COMMANDS
 from llava_mcore.compat.startup import UNUSED_IMPORTS_HERE, find_distributions_lazily, skip_unused_imports
 from llava_mcore.compat.tested import untested_line
 from llava_mcore.errors import FileError

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.models.language.dense import expand_layers, layer_entries, transformer_fields
-from llava_mcore.models.language.family import LanguageFamily
+from llava_mcore.models.language.families.base import LanguageFamily
+from llava_mcore.models.language.families.dense import expand_layers, layer_entries, transformer_fields
 from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
 from llava_mcore.weights.layouts import FuseQKV
 from llava_mcore.weights.names import TextNames

@@ -17,12 +17,12 @@ from llava_mcore.config.rules.jobs import check_job
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.files.regular import naming
-from llava_mcore.launch import kubernetes, slurm, vertex
-from llava_mcore.launch.job_options import read_options
-from llava_mcore.launch.kubernetes import MANIFESTS, ClusterJob
+from llava_mcore.launch.jobs import kubernetes, slurm, vertex
+from llava_mcore.launch.jobs.kubernetes import MANIFESTS, ClusterJob
+from llava_mcore.launch.jobs.options import read_options
+from llava_mcore.launch.jobs.slurm import BATCH_FILE, batch_file
+from llava_mcore.launch.jobs.volumes import SHARED_MEMORY, outside_of_volumes, volumes_of
 from llava_mcore.launch.preflight import completion, preflight_of_job, resolve, with_epochs
-from llava_mcore.launch.slurm import BATCH_FILE, batch_file
-from llava_mcore.launch.volumes import SHARED_MEMORY, outside_of_volumes, volumes_of
 
 
 class _JobDumper(yaml.SafeDumper):

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.language.dense import expand_layers, norm_entries, output_entries, transformer_fields
-from llava_mcore.models.language.family import LanguageFamily
+from llava_mcore.models.language.families.base import LanguageFamily
+from llava_mcore.models.language.families.dense import expand_layers, norm_entries, output_entries, transformer_fields
 from llava_mcore.models.language.shape import USUAL_NAMES, DecoderShape, rope_from_hf
 from llava_mcore.weights.layouts import Regroup
 from llava_mcore.weights.names import TextNames

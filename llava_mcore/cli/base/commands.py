@@ -1,4 +1,4 @@
-"""The table of commands. A new one is a file in this folder, with `parser()`, `run()` and `main`, and a row here.
+"""The table of commands. A new one is a file in `cli/`, with `parser()`, `run()` and `main`, and a row here.
 
 This file imports nothing: a host that only starts containers may lack the packages that commands need.
 """
@@ -14,7 +14,7 @@ class Command:
 
     name: str
     file: str
-    """Module in this folder."""
+    """Module in `cli/`."""
     summary: str
     """Line in the usage."""
     script: str | None = None

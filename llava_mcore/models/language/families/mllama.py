@@ -8,7 +8,8 @@ from transformers import PretrainedConfig
 from transformers.models.mllama.modeling_mllama import MllamaRotaryEmbedding
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.language.dense import (
+from llava_mcore.models.language.families.base import LanguageFamily
+from llava_mcore.models.language.families.dense import (
     expand_layers,
     head_dim,
     mlp_entries,
@@ -16,7 +17,6 @@ from llava_mcore.models.language.dense import (
     projection_entries,
     transformer_fields,
 )
-from llava_mcore.models.language.family import LanguageFamily
 from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
 from llava_mcore.weights.names import TextNames
 from llava_mcore.weights.table import COLUMN, REPLICATED, ROW, Entry

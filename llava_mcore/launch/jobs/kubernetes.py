@@ -14,8 +14,8 @@ from typing import Any
 
 from llava_mcore.config.sections.launch import Volume
 from llava_mcore.errors import ConfigError
-from llava_mcore.launch.job_options import merged
-from llava_mcore.launch.volumes import pod_volumes
+from llava_mcore.launch.jobs.options import merged
+from llava_mcore.launch.jobs.volumes import pod_volumes
 from llava_mcore.processes.control import STOPPED_EARLY
 
 SECTIONS = ("metadata", "spec", "pod_metadata", "pod", "container")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from llava_mcore.models.language.dense import head_dim
+from llava_mcore.models.language.families.dense import head_dim
 from llava_mcore.models.language.shape import DecoderShape
 from llava_mcore.weights.names import TextNames
 from llava_mcore.weights.table import Entry

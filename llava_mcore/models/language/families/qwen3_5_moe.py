@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTextRotaryEmbedding
 
-from llava_mcore.models.language.qwen3_5 import Qwen35Text
-from llava_mcore.models.language.qwen3_moe import expert_fields, expert_sizes
+from llava_mcore.models.language.families.qwen3_5 import Qwen35Text
+from llava_mcore.models.language.families.qwen3_moe import expert_fields, expert_sizes
 from llava_mcore.weights.expert_files import ExpertForm, expert_entries, expert_form
 from llava_mcore.weights.layouts import Concat
 from llava_mcore.weights.names import TextNames

@@ -12,8 +12,14 @@ from transformers import PretrainedConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextRotaryEmbedding
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.language.dense import head_dim, head_norm_entries, mlp_entries, norm_entries, projection_entries
-from llava_mcore.models.language.qwen3 import Qwen3
+from llava_mcore.models.language.families.dense import (
+    head_dim,
+    head_norm_entries,
+    mlp_entries,
+    norm_entries,
+    projection_entries,
+)
+from llava_mcore.models.language.families.qwen3 import Qwen3
 from llava_mcore.models.language.shape import DecoderShape, mrope_from_hf
 from llava_mcore.weights.expert_files import ExpertForm, ExpertSizes, expert_entries, expert_form
 from llava_mcore.weights.names import TextNames

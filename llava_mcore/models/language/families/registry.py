@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from llava_mcore.models.language.family import LanguageFamily
-from llava_mcore.models.language.gemma2 import Gemma2
-from llava_mcore.models.language.gemma3 import Gemma3
-from llava_mcore.models.language.llama import Llama
-from llava_mcore.models.language.mllama import MllamaText
-from llava_mcore.models.language.phi3 import Phi3
-from llava_mcore.models.language.qwen2 import Qwen2
-from llava_mcore.models.language.qwen3 import Qwen3
-from llava_mcore.models.language.qwen3_5 import Qwen35Text
-from llava_mcore.models.language.qwen3_5_moe import Qwen35MoeText
-from llava_mcore.models.language.qwen3_moe import Qwen3Moe, Qwen3VlMoeText
-from llava_mcore.models.language.qwen_vl import Qwen2VlText, Qwen3VlText, Qwen25VlText
+from llava_mcore.models.language.families.base import LanguageFamily
+from llava_mcore.models.language.families.gemma2 import Gemma2
+from llava_mcore.models.language.families.gemma3 import Gemma3
+from llava_mcore.models.language.families.llama import Llama
+from llava_mcore.models.language.families.mllama import MllamaText
+from llava_mcore.models.language.families.phi3 import Phi3
+from llava_mcore.models.language.families.qwen2 import Qwen2
+from llava_mcore.models.language.families.qwen3 import Qwen3
+from llava_mcore.models.language.families.qwen3_5 import Qwen35Text
+from llava_mcore.models.language.families.qwen3_5_moe import Qwen35MoeText
+from llava_mcore.models.language.families.qwen3_moe import Qwen3Moe, Qwen3VlMoeText
+from llava_mcore.models.language.families.qwen_vl import Qwen2VlText, Qwen3VlText, Qwen25VlText
 
 _FAMILIES: tuple[LanguageFamily, ...] = (
     *(Gemma2(), Gemma3(), Llama(), Phi3(), Qwen2(), Qwen3(), Qwen3Moe()),

@@ -14,8 +14,14 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.language.delta_net import PROJECTIONS
-from llava_mcore.models.language.dense import head_dim, head_norm_entries, mlp_entries, norm_entries, transformer_fields
-from llava_mcore.models.language.family import LanguageFamily
+from llava_mcore.models.language.families.base import LanguageFamily
+from llava_mcore.models.language.families.dense import (
+    head_dim,
+    head_norm_entries,
+    mlp_entries,
+    norm_entries,
+    transformer_fields,
+)
 from llava_mcore.models.language.shape import DecoderShape, mrope_from_hf
 from llava_mcore.weights.layouts import ConcatRows, FuseGatedQKV
 from llava_mcore.weights.names import TextNames

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from llava_mcore.compat.megatron_fsdp import OwnShard, ShardedModel, own_shards
+from llava_mcore.compat.megatron.fsdp import OwnShard, ShardedModel, own_shards
 from llava_mcore.compat.required import replace_name, required
 
 

@@ -1,4 +1,7 @@
-"""Qwen3 (dense): Llama's decoder with an RMSNorm on every query and key head and an explicit head size."""
+"""Llama and everything with its architecture: Llama 2 and 3, Vicuna, llm-jp, SmolLM2.
+
+Mistral too; a rule of the configuration requires that its sliding window is not shorter than a sequence.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,21 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_mcore.models.language.dense import expand_layers, head_norm_entries, layer_entries, transformer_fields
-from llava_mcore.models.language.family import LanguageFamily
+from llava_mcore.models.language.families.base import LanguageFamily
+from llava_mcore.models.language.families.dense import layer_entries, transformer_fields
 from llava_mcore.models.language.shape import DecoderShape, rope_from_hf
 from llava_mcore.weights.names import TextNames
 from llava_mcore.weights.table import Entry
 
 
-class Qwen3(LanguageFamily):
-    """Qwen3, dense."""
+class Llama(LanguageFamily):
+    """Llama, and models with its architecture."""
 
-    model_types = ("qwen3",)
+    model_types = ("llama", "mistral")
 
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields."""
-        return transformer_fields(hf) | {"qk_layernorm": True}
+        return transformer_fields(hf)
 
     def shape(self, hf: PretrainedConfig) -> DecoderShape:
         """Return settings that TransformerConfig does not have."""
@@ -28,4 +31,4 @@ class Qwen3(LanguageFamily):
 
     def weight_entries(self, hf: PretrainedConfig, names: TextNames) -> list[Entry]:
         """Return the entries of all layers."""
-        return layer_entries(hf, names) + expand_layers(head_norm_entries(names), hf)
+        return layer_entries(hf, names)

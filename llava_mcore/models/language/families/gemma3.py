@@ -11,8 +11,8 @@ import torch
 from transformers import PretrainedConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
-from llava_mcore.models.language.dense import expand_layers, head_norm_entries
-from llava_mcore.models.language.gemma2 import LAYER_NAMES, Gemma2
+from llava_mcore.models.language.families.dense import expand_layers, head_norm_entries
+from llava_mcore.models.language.families.gemma2 import LAYER_NAMES, Gemma2
 from llava_mcore.models.language.shape import DecoderShape, Rope, require_fixed_rope
 from llava_mcore.weights.names import TextNames
 from llava_mcore.weights.table import Entry

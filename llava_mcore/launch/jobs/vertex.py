@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llava_mcore.errors import ConfigError, problems
-from llava_mcore.launch.job_options import merged
-from llava_mcore.launch.kubernetes import ClusterJob
-from llava_mcore.launch.volumes import NFS_ON_VERTEX
+from llava_mcore.launch.jobs.kubernetes import ClusterJob
+from llava_mcore.launch.jobs.options import merged
+from llava_mcore.launch.jobs.volumes import NFS_ON_VERTEX
 
 SECTIONS = ("spec", "pool", "container")
 """Sections of --job-options: the job's spec, and those of every worker pool and its container."""

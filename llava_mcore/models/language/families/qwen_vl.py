@@ -9,8 +9,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from llava_mcore.models.language.qwen2 import Qwen2
-from llava_mcore.models.language.qwen3 import Qwen3
+from llava_mcore.models.language.families.qwen2 import Qwen2
+from llava_mcore.models.language.families.qwen3 import Qwen3
 from llava_mcore.models.language.shape import DecoderShape, mrope_from_hf
 
 

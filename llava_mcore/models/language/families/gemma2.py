@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RotaryEmbedding
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.language.dense import expand_layers, projection_entries, transformer_fields
-from llava_mcore.models.language.family import LanguageFamily
+from llava_mcore.models.language.families.base import LanguageFamily
+from llava_mcore.models.language.families.dense import expand_layers, projection_entries, transformer_fields
 from llava_mcore.models.language.shape import USUAL_NAMES, DecoderShape, rope_from_hf
 from llava_mcore.weights.names import TextNames
 from llava_mcore.weights.table import REPLICATED, Entry

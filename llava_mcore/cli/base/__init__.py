@@ -1,0 +1,1 @@
+"""The table of commands, their common entry, and flags that several of them have."""

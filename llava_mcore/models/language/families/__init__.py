@@ -1,0 +1,1 @@
+"""The language models: `base.py` says what a family defines, each file is one, and `registry.py` lists them."""

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--tp", type=int, default=1, help="tensor-parallel size to check and read for (default 1)")
     model.add_argument("--pp", type=int, default=1, help="pipeline-parallel size to check for (default 1)")
     model.add_argument("--ep", type=int, default=1, help="with --logits: expert-parallel size (default 1)")
+    model.add_argument("--cp", type=positive, default=1, help="with --logits: context-parallel size (default 1)")
     model.add_argument("--logits", type=Path, metavar="FILE", help=LOGITS_HELP)
     model.add_argument("--base-dir", type=Path, metavar="DIR", help=f"with --logits: {BASE_DIR_HELP}")
     _add_data_flags(p)
@@ -64,10 +65,18 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         "--seq-length", type=int, default=DEFAULTS.seq_length, help="maximum tokens of a sample (default 2048)"
     )
     p.add_argument(
+        "--sample-multiple",
+        type=positive,
+        default=1,
+        metavar="M",
+        help="multiple that the lengths of packed samples are rounded up to, 2 x --cp of training "
+        "(data.sample_multiple; default 1)",
+    )
+    p.add_argument(
         "--max-media-tokens",
         type=positive,
         metavar="N",
-        help="maximum patches of the images and frames (of sound: 20 ms frames) of a sample, and of a pack "
+        help="maximum patches of the images and frames (of audio: 20 ms frames) of a sample, and of a pack "
         "(data.max_media_tokens; default: any number)",
     )
     add_sample_flags(p)
@@ -107,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--logits compares two models: give --hf-dir and --megatron-dir")
     if args.ep != 1 and args.logits is None:
         raise ConfigError("--ep is for --logits: nothing else divides experts over processes")
+    if args.cp != 1 and args.logits is None:
+        raise ConfigError("--cp is for --logits: nothing else divides tokens over processes")
     if args.base_dir is not None and args.logits is None:
         raise ConfigError("--base-dir is for --logits: nothing else reads the weights below an adapter")
     if args.data_path is not None:
@@ -131,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
 
-        layout = {"tp": args.tp, "pp": args.pp, "ep": args.ep}
+        layout = {"tp": args.tp, "pp": args.pp, "ep": args.ep, "cp": args.cp}
         print(check_logits(args.hf_dir, args.megatron_dir, args.logits, base_dir=args.base_dir, **layout))
     return 0
 
@@ -169,6 +180,7 @@ def data_check(args: argparse.Namespace) -> DataCheck:
         args.show if isinstance(args.show, int) else 0,
         args.show if isinstance(args.show, str) else None,
         args.json,
+        args.sample_multiple,
     )
 
 
@@ -180,6 +192,8 @@ def _check_data_flags(args: argparse.Namespace) -> None:
         lowest["show"] = 0
     wrong = [f"--{name.replace('_', '-')} must be at least {least}" for name, least in lowest.items()
              if vars(args)[name] < least]  # fmt: skip
+    if args.seq_length % args.sample_multiple:
+        wrong.append(f"--seq-length {args.seq_length} is not a multiple of --sample-multiple {args.sample_multiple}")
     if args.full and isinstance(args.show, str):
         wrong.append(f"--full checks every sample, and --show {args.show} only that one: give one of them")
     if args.max_skip_rate > 1:

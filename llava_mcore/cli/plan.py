@@ -117,8 +117,6 @@ def _read(args: argparse.Namespace) -> tuple[Searched, str, Sequence[tuple[str, 
     line = CommandLine.of(args)
     gpus = line.flags.pop("launch.num_gpus", None)
     configured = line.load()
-    if configured.parallel.context_parallel_size > 1:
-        raise ConfigError("plan does not predict runs that divide samples yet: omit --cp")
     hf_dir = args.hf_dir or configured.checkpoint.hf_dir
     if hf_dir is None:
         raise ConfigError("which model? give its folder with --hf-dir; a config.json is enough")

@@ -1,5 +1,5 @@
 """Compares a checkpoint's fp32 logits, computed by several processes over gloo, with Hugging Face's on an image or
-sound.
+audio.
 
 Hugging Face's model runs first, in this process, then the parallel model in its own processes. If logits differ, the
 first module with a different output is reported.
@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
 from llava_mcore.config.rules.all_rules import check_parts
+from llava_mcore.config.rules.context import check_divided_tokens
 from llava_mcore.config.rules.experts import check_expert_layout
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
@@ -39,14 +40,15 @@ from llava_mcore.media.clip_plan import AudioPlan, frames_kept
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.model_table import detect_names
-from llava_mcore.models.probes import Recorder, watch_hf
+from llava_mcore.models.probes import watch_hf
+from llava_mcore.models.recorder import Recorder
 from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.processes.local_world import run_world
 from llava_mcore.weights.names import HfNames
 
 TOLERANCE = 1e-4
 """Relative to the largest value of a module's output: fp32 sums in another order differ by less."""
-_PROMPT, _SOUND_PROMPT = "Describe this image.", "What is said?"
+_PROMPT, _AUDIO_PROMPT = "Describe this image.", "What is said?"
 _PROCESS_BYTES = 1_000_000_000  # Python with torch, transformers and megatron-core, and activations
 
 
@@ -63,9 +65,17 @@ class Agreement:
 
 
 def check_logits(
-    hf_dir: Path, megatron_dir: Path, example: Path, *, tp: int, pp: int, ep: int = 1, base_dir: Path | None = None
+    hf_dir: Path,
+    megatron_dir: Path,
+    example: Path,
+    *,
+    tp: int,
+    pp: int,
+    ep: int = 1,
+    cp: int = 1,
+    base_dir: Path | None = None,
 ) -> str:
-    """Compare fp32 logits on a real image or sound with Hugging Face's; return a summary.
+    """Compare fp32 logits on a real image or audio clip with Hugging Face's; return a summary.
 
     Args:
         base_dir: see `load_part`.
@@ -74,12 +84,12 @@ def check_logits(
         CheckpointError, ConversionError: logits differ, or the comparison is not possible.
     """
     checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    got = compare_logits(hf_dir, checkpoint, example, tp=tp, pp=pp, ep=ep, base_dir=base_dir)
-    experts = f" x ep {ep}" if ep > 1 else ""
+    got = compare_logits(hf_dir, checkpoint, example, tp=tp, pp=pp, ep=ep, cp=cp, base_dir=base_dir)
+    sizes = f"tp {tp}{f' x cp {cp}' if cp > 1 else ''} x pp {pp}{f' x ep {ep}' if ep > 1 else ''}"
     return (
-        f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at tp {tp} x pp {pp}{experts}: max abs "
-        f"difference {got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with "
-        f"{example.name}, outputs of {got.num_modules} modules compared{_not_compared(got.not_compared)})"
+        f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at {sizes}: max abs difference "
+        f"{got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with {example.name}, outputs "
+        f"of {got.num_modules} modules compared{_not_compared(got.not_compared)})"
     )
 
 
@@ -91,13 +101,22 @@ def _not_compared(names: Sequence[str]) -> str:
 
 
 def compare_logits(
-    hf_dir: Path, checkpoint: Path, example: Path, *, tp: int, pp: int, ep: int = 1, base_dir: Path | None = None
+    hf_dir: Path,
+    checkpoint: Path,
+    example: Path,
+    *,
+    tp: int,
+    pp: int,
+    ep: int = 1,
+    cp: int = 1,
+    base_dir: Path | None = None,
 ) -> Agreement:
-    """Run both models on a question about an image, or a sound for a class that takes those.
+    """Run both models on a question about an image, or an audio clip for a class that takes those.
 
     Args:
         checkpoint: folder of one iteration.
         ep: processes that divide the experts of a layer. Replicas of the rest compute the same.
+        cp: processes that divide the tokens.
         base_dir: see `load_part`.
 
     Raises:
@@ -107,15 +126,16 @@ def compare_logits(
     """
     # Refuse what cannot be compared before seconds are spent: memory, layout, length.
     folder = HfFolder.open(hf_dir)
-    num_processes = pp * math.lcm(tp, ep)
+    num_processes = pp * math.lcm(tp * cp, ep)
     require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=num_processes)
     hf = load_hf_config(hf_dir)
     settle_ties(hf, folder)
     dims = model_dims(hf)
     refused = check_parts(dims, tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
-    refused += check_expert_layout(dims, ep, 1, str(hf_dir))
+    refused += [*check_expert_layout(dims, ep, 1, str(hf_dir)), *check_divided_tokens(dims, tp, cp, str(hf_dir))]
     if refused:
-        raise ConversionError(problems(f"logits cannot be compared at tp {tp} x pp {pp}", refused))
+        context = f" x cp {cp}" if cp > 1 else ""
+        raise ConversionError(problems(f"logits cannot be compared at tp {tp}{context} x pp {pp}", refused))
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
     prompt = _prompt(hf, hf_dir, example)
     length = prompt.megatron_inputs["input_ids"].shape[1]
@@ -129,9 +149,8 @@ def compare_logits(
         job = Path(name)
         expected, modules = _hugging_face(hf, hf_dir, prompt, names)
         model = {"checkpoint": str(checkpoint), "base_dir": None if base_dir is None else str(base_dir)}
-        torch.save(
-            model | {"tp": tp, "pp": pp, "ep": ep, "inputs": prompt.megatron_inputs, "names": names}, job / "job.pt"
-        )
+        sizes = {"tp": tp, "pp": pp, "ep": ep, "cp": cp}
+        torch.save(model | sizes | {"inputs": prompt.megatron_inputs, "names": names}, job / "job.pt")
         run_world(run_rank, num_processes, job)
         stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
     # Outputs of the modules, which say where a difference begins, and the logits.
@@ -174,20 +193,20 @@ class _ComparedPrompt:
 
 
 def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPrompt:
-    """Return a question about an image or sound, from the folder's own processor."""
-    # The processor, and the image or sound.
+    """Return a question about an image or audio clip, from the folder's own processor."""
+    # The processor, and the image or audio clip.
     takes_audio = architecture_of(hf).takes_audios
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
         wave = _wave(hf, processor, example) if takes_audio else None
         image = None if takes_audio else decode_image(example.read_bytes())
     except (DataError, OSError, ValueError, KeyError, ImportError) as error:
-        medium = "sound" if takes_audio else "image"
+        medium = "audio clip" if takes_audio else "image"
         raise ConversionError(
             f"comparing logits needs {with_article(medium)} and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
     # The question, through the chat template if there is one.
-    kind, asked = ("audio", _SOUND_PROMPT) if takes_audio else ("image", _PROMPT)
+    kind, asked = ("audio", _AUDIO_PROMPT) if takes_audio else ("image", _PROMPT)
     text = f"{processor.audio_token if takes_audio else processor.image_token}\n{asked}"
     if processor.chat_template is not None:
         content = [{"type": kind}, {"type": "text", "text": asked}]
@@ -219,7 +238,7 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPromp
 
 
 def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArray[np.float32]:
-    """Return a sound file as training decodes it, [samples]. DataError if it cannot be used."""
+    """Return an audio file as training decodes it, [samples]. DataError if it cannot be used."""
     require_libraries()
     data, plan = file.read_bytes(), AudioPlan(hf, processor.feature_extractor)
     plan.audio_tokens([audio_length(data, plan.sampling_rate)])

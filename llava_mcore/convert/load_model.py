@@ -80,6 +80,7 @@ def load_part(
         params_dtype=dtype,
         tensor_model_parallel_size=groups.tp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        context_parallel_size=groups.cp_size,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=groups.etp_size,
         initialize=False,

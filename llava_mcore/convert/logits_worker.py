@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from llava_mcore import log
 from llava_mcore.convert.load_model import load_part
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE
+from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.probes import Recorder, watch_ours
-from llava_mcore.parallel.batch import longest_media
-from llava_mcore.parallel.groups import Groups, initialize, shut_down
+from llava_mcore.models.probes import watch_ours
+from llava_mcore.models.recorder import Recorder
+from llava_mcore.parallel.batch import MicroBatch, longest_media, pad_to
+from llava_mcore.parallel.context import DividedRow, cut
+from llava_mcore.parallel.groups import Groups, context_parallel_group, initialize, shut_down
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.processes.local_world import enter
 from llava_mcore.weights.names import HfNames
@@ -40,6 +44,7 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
         backend="gloo",
         tensor_model_parallel_size=job_options["tp"],
         pipeline_model_parallel_size=job_options["pp"],
+        context_parallel_size=job_options["cp"],
         expert_model_parallel_size=job_options["ep"],
     )
     seed_everything(0)
@@ -50,11 +55,13 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
         if rank == 0 or not error.on_all_ranks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    # The outputs of all modules and the logits, gathered from tensor-parallel ranks.
-    recorder = Recorder()
-    watch_ours(recorder, model, job_options["names"], lambda x: _gather(groups, x))
-    result: dict[str, Any] = {"logits": forward(model, job_options["inputs"]), "modules": recorder.outputs}
-    if groups.tp_rank == 0 and groups.dp_rank == 0:  # replicas, between which experts are divided, have the same
+    # The outputs of all modules and the logits, gathered from tensor- and context-parallel ranks.
+    names, inputs = job_options["names"], job_options["inputs"]
+    recorder = Recorder(_whole_tokens(names, inputs["input_ids"].shape[1]) if groups.cp_size > 1 else None)
+    watch_ours(recorder, model, names, lambda x: _gather(groups, x))
+    result: dict[str, Any] = {"logits": forward(model, inputs), "modules": recorder.outputs}
+    # Replicas, between which experts are divided, have the same.
+    if groups.tp_rank == 0 and groups.cp_rank == 0 and groups.dp_rank == 0:
         torch.save(result, job / f"stage{groups.pp_rank}.pt")
     shut_down()
 
@@ -64,6 +71,23 @@ def _gather(groups: Groups, x: Tensor) -> Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(groups.tp_size)]
     dist.all_gather(parts, x.contiguous(), group=groups.tensor_parallel)
     return torch.cat(parts, dim=-1)
+
+
+def _whole_tokens(names: HfNames, length: int) -> Callable[[str, Tensor], Tensor]:
+    """Return what gathers the outputs of the language model from context-parallel ranks, in the order of `length`
+    tokens."""
+    group = context_parallel_group()
+    multiple = 2 * group.size()
+    num_local = -(-length // multiple) * multiple // group.size()
+
+    def gather(name: str, x: Tensor) -> Tensor:
+        if not name.startswith(names.text):
+            return x
+        of_tokens = x[0].unflatten(0, (num_local, -1))  # of some modules a token has several rows
+        row = DividedRow.of(num_local, None, x.device, group)
+        return row.gather(of_tokens)[:length].flatten(0, 1)[None]
+
+    return gather
 
 
 _TOKENS = ("input_ids", "position_ids")
@@ -79,11 +103,15 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
     """Run one micro-batch through the pipeline; the last stage returns logits [b, s, vocabulary].
 
     Args:
-        inputs: input_ids [b, s], position_ids (without them, tokens are counted from 0) and the media.
+        inputs: input_ids [b, s], position_ids (without them, tokens are counted from 0) and the media. On the CPU with
+            context parallelism, whose ranks take their part of the tokens.
     """
     # One micro-batch; what the last stage returns is kept.
     ids, media = inputs["input_ids"], given_media(inputs)
-    positions = inputs.get("position_ids", torch.arange(ids.shape[1], device=ids.device).expand(ids.shape))
+    length, cp_size = ids.shape[1], model.config.context_parallel_size
+    positions = inputs.get("position_ids", torch.arange(length, device=ids.device).expand(ids.shape))
+    if cp_size > 1:
+        ids, positions, media = _own_part(model, ids, positions, media)
     out: list[Tensor] = []
 
     def step(batch: Any, stage: VisionLanguageModel) -> Any:
@@ -102,8 +130,26 @@ def forward(model: VisionLanguageModel, inputs: dict[str, Tensor]) -> Tensor | N
             data_iterator=iter([None]),
             model=[model],
             num_microbatches=1,
-            seq_length=ids.shape[1],
+            seq_length=ids.shape[1] * cp_size,
             micro_batch_size=ids.shape[0],
             forward_only=True,
         )
-    return out[0] if model.post_process else None
+    if not model.post_process:
+        return None
+    if cp_size == 1:
+        return out[0]
+    row = DividedRow.of(ids.shape[1], None, ids.device, context_parallel_group())
+    return row.gather(out[0].transpose(0, 1))[:length].transpose(0, 1)
+
+
+def _own_part(
+    model: VisionLanguageModel, ids: Tensor, positions: Tensor, media: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return this context-parallel rank's part of ids, positions and media."""
+    group, fields = context_parallel_group(), architecture_of(model.hf).fields
+    multiple = 2 * group.size()
+    no_bounds = torch.empty(0, dtype=torch.int32)
+    batch = MicroBatch(ids, ids, torch.zeros(ids.shape), positions, media, no_bounds)
+    padded = pad_to(batch, -(-ids.shape[1] // multiple) * multiple, fields)
+    part = cut(padded, group.size(), fields)[group.rank()]
+    return part.input_ids, part.position_ids, part.media

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from llava_mcore.models.context_attention import attend_chunks
+from llava_mcore.parallel.batch import PackedSamples
 
 LONGEST_HEAD = 256
 """Head size up to which torch's kernel for packed sequences exists."""
@@ -82,7 +84,9 @@ class SDPAttention(MegatronModule):
         **_: Any,  # arguments that only other back ends use
     ) -> None:
         super().__init__(config=config)
-        self.cp_group: dist.ProcessGroup | None = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.cp_group: dist.ProcessGroup | None = None
+        if pg_collection is not None and config.context_parallel_size > 1:
+            self.cp_group = pg_collection.cp
         self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.softcap = softcap
@@ -117,11 +121,11 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         """As `forward`, of this context-parallel rank's tokens; a collective call."""
         if params is None:
-            return attend_chunks(query, key, value, [0, group.size() * len(query)], group, self._attend)
-        bounds: Tensor | None = params.cu_seqlens_q
-        assert bounds is not None and params.cu_seqlens_q_padded is None, "padding is a part of its sample"
+            return attend_chunks(query, key, value, [0, group.size() * len(query)], None, group, self._attend)
+        assert params.cu_seqlens_q_padded is None, "padding is a part of its sample"
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        return attend_chunks(query, key, value, bounds.tolist(), group, self._attend).squeeze(1)
+        bounds = _bounds(params, params.cu_seqlens_q)
+        return attend_chunks(query, key, value, bounds, params.cu_seqlens_q, group, self._attend).squeeze(1)
 
     def _is_fused(self, query: Tensor, params: PackedSeqParams | None) -> bool:
         """Return whether torch's kernel for packed sequences computes this, instead of one call per sequence."""
@@ -152,8 +156,13 @@ class SDPAttention(MegatronModule):
         return contextlib.nullcontext()
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        asking = _spans(params.cu_seqlens_q, params.cu_seqlens_q_padded)
-        seen = _spans(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
+        asking, seen = (
+            [slice(a, b) for a, b in pairwise(_bounds(params, bounds if padded is None else padded))]
+            for bounds, padded in (
+                (params.cu_seqlens_q, params.cu_seqlens_q_padded),
+                (params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
+            )
+        )
         parts = [
             self._attend(query[x, None], key[y, None], value[y, None]).squeeze(1)
             for x, y in zip(asking, seen, strict=True)
@@ -236,6 +245,9 @@ class ManyShortAttention(MegatronModule):
         return out.flatten(1)
 
 
-def _spans(bounds: Tensor, padded: Tensor | None) -> list[slice]:
-    """Return the tokens of each packed sequence. `padded`: bounds that count padding between sequences, if any."""
-    return [slice(a, b) for a, b in pairwise((bounds if padded is None else padded).tolist())]
+def _bounds(params: PackedSeqParams, on_device: Tensor) -> Sequence[int]:
+    """Return the bounds of packed sequences; the host waits for the device where only that knows them."""
+    if isinstance(params, PackedSamples):
+        return params.bounds
+    values: list[int] = on_device.tolist()
+    return values

@@ -15,24 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llava_mcore.parallel.context import chunks_of_rank, gather_tokens, gathered_rows
+from llava_mcore.parallel.context import DividedRow, chunks_of_rank
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of [q, b, n, d] to [k, b, g, d], of which the queries are the last q: returns [q, b, n * d]."""
 
 
 def attend_chunks(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int], group: dist.ProcessGroup, attend: Attend
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Sequence[int],
+    bounds_on_device: Tensor | None,
+    group: dist.ProcessGroup,
+    attend: Attend,
 ) -> Tensor:
-    """Return [s, b, n * d] for this rank's [s, b, n or g, d]; a collective call.
+    """Return [s, b, n * d] for this rank's [s, b, n or g, d]; a collective call. The host waits for nothing.
 
     Args:
         bounds: see `local_tokens`.
+        bounds_on_device: the same on the device; None: of a single sequence.
     """
     cp_size = group.size()
     # One message for keys and values, put back into the order of the row.
-    rows = gathered_rows(torch.tensor(bounds, device=query.device), bounds[-1], cp_size)
-    gathered = gather_tokens(torch.stack([key, value], dim=1), group)[rows]
+    row = DividedRow.of(len(query), bounds_on_device, query.device, group)
+    gathered = row.gather(torch.stack([key, value], dim=1))
     lengths = [end - start for start, end in pairwise(bounds)]
     # Each of this rank's two chunks of a sequence sees the sequence up to the chunk's own end.
     parts, done = [], 0

@@ -157,7 +157,7 @@ class VisionLanguageModel(MegatronModule):
             labels=labels,
             loss_mask=loss_mask,
             packed_seq_params=packed_seq_params,
-            padding_mask=token_weights(self.config, loss_mask),
+            padding_mask=token_weights(self.config, loss_mask, packed_seq_params),
             extra_block_kwargs=beside,
             output_processor=self.language_model.loss_or_logits,
             output_processor_context=num_trained,

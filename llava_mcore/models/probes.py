@@ -24,45 +24,12 @@ from llava_mcore.models.language.delta_net import PROJECTIONS, DeltaNet
 from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.recorder import Recorder
 from llava_mcore.models.vision.patches import PatchTransformer
 from llava_mcore.models.vision.transformer import NormedHeadsAttention, VisionTransformer
 from llava_mcore.weights.names import HfNames, LayerNames
 
-NUM_TOKENS = 32
-"""Number of tokens of each output that are kept: a wrong weight affects every token."""
-
 Gather = Callable[[Tensor], Tensor]
-
-
-class Recorder:
-    """Keeps some tokens [tokens, f] of the outputs of modules, float32, in the order of execution."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[str, Tensor] = {}
-
-    def keep(self, name: str, x: Tensor) -> None:
-        """Keep evenly spaced tokens of an output [b, s, f]; only sample 0."""
-        tokens = x.detach()[0].float()
-        chosen = torch.linspace(0, tokens.shape[0] - 1, min(NUM_TOKENS, tokens.shape[0])).long()
-        self.outputs[name] = tokens[chosen].cpu()
-
-    def watch(self, module: nn.Module, take: Callable[[Any], dict[str, Tensor]]) -> None:
-        """Keep the result of `take` for a module's output: a tensor [b, s, f] for each name."""
-
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            for name, x in take(output).items():
-                self.keep(name, x)
-
-        module.register_forward_hook(hook)
-
-    def watch_input(self, module: nn.Module, name: str, transform: Callable[[Tensor], Tensor]) -> None:
-        """Keep a module's input."""
-
-        def hook(_module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = inputs[0] if inputs else kwargs["hidden_states"]
-            self.keep(name, transform(x))
-
-        module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def watch_hf(

@@ -44,12 +44,21 @@ def no_dataset_ids() -> Tensor:
 
 
 @dataclass
+class PackedSamples(PackedSeqParams):
+    """The packed sequences of a row, whose bounds the host knows too: no layer waits for the device to tell them."""
+
+    bounds: Sequence[int] = ()
+    """The values of cu_seqlens_q, which are those of cu_seqlens_kv."""
+
+
+@dataclass
 class MicroBatch:
     """One micro-batch on the device.
 
     input_ids, labels: int64 [b, s]; loss_mask: float32 [b, s]; position_ids: int64 [b, s], or [axes, b, s].
     media: the architecture's fields (see `batch_fields`); empty except on the first stage, which reads them.
     cu_seqlens: int32 [sequences + 1], the starts of the packed sequences of the only row; empty if nothing is packed.
+    bounds: the values of cu_seqlens, known without a device sync; empty: unknown.
     max_seqlen: length of the longest of them.
     num_trained: number of tokens that loss_mask counts, known without a device sync; None: unknown.
     max_media_seqlen: the largest of MEDIA_SEQLENS, for media that have them.
@@ -68,6 +77,7 @@ class MicroBatch:
     max_media_seqlen: int = 0
     media_lengths: MediaLengths = field(default_factory=dict)
     dataset_ids: Tensor = field(default_factory=no_dataset_ids)
+    bounds: Sequence[int] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,16 +85,17 @@ class MicroBatch:
         return b, s
 
     @property
-    def packed_seq_params(self) -> PackedSeqParams | None:
+    def packed_seq_params(self) -> PackedSamples | None:
         """The parameters with which attention keeps packed sequences separate. Gemma 3 counts positions by them too."""
         if not self.cu_seqlens.numel():
             return None
-        return PackedSeqParams(
+        return PackedSamples(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=self.cu_seqlens,
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
+            bounds=self.bounds or self.cu_seqlens.tolist(),  # once, not in every layer
         )
 
 
@@ -176,7 +187,7 @@ MediaLengths = Mapping[str, Sequence[int]]
 class Items:
     """The parts of a micro-batch that belong to each item, in the order of the items.
 
-    `costs`: work of each item, of which ranks get about the same: patches, or hidden frames of sound. `num_features`:
+    `costs`: work of each item, of which ranks get about the same: patches, or hidden frames of audio. `num_features`:
     rows of the tower's output. `rows`: rows of the fields that are divided; the others are whole on every rank.
     `numbering`: those of them whose values count their own rows from 0.
     """

@@ -107,6 +107,34 @@ def gathered_rows(bounds: Tensor, num_tokens: int, cp_size: int) -> Tensor:
     return rank * (num_tokens // cp_size) + local
 
 
+@dataclass(frozen=True)
+class DividedRow:
+    """A row whose tokens the ranks of a group divide.
+
+    `rows`: see `gathered_rows`.
+    """
+
+    rows: Tensor
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, num_local: int, bounds: Tensor | None, device: torch.device, group: dist.ProcessGroup) -> DividedRow:
+        """Return the row of which this rank has `num_local` tokens; bounds: None for a single sequence."""
+        length = num_local * group.size()
+        ends = torch.arange(2, device=device) * length if bounds is None else bounds
+        return cls(gathered_rows(ends, length, group.size()), group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return [t, ...] in the order of the row, of this rank's [s, ...]; collective, see `gather_tokens`."""
+        return gather_tokens(x, self.group)[self.rows]
+
+    def local_part(self, x: Tensor) -> Tensor:
+        """Return this rank's [s, ...] of [t, ...] in the order of the row."""
+        of_ranks = torch.empty_like(x, memory_format=torch.contiguous_format)
+        of_ranks[self.rows] = x
+        return of_ranks.chunk(self.group.size())[self.group.rank()]
+
+
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [cp * s, ...] of the [s, ...] of every rank; collective. Backward, each rank gets the sum of what all
     ranks' results contribute to its part."""

@@ -75,68 +75,83 @@ class SharedStep:
 
 
 def share_step(
-    groups: Groups, batches: Sequence[TensorFields] | None, num_micro_batches: int, fields: Fields
+    groups: Groups,
+    batches: Sequence[TensorFields] | None,
+    num_micro_batches: int,
+    fields: Fields,
+    *,
+    all_tokens: bool = False,
 ) -> SharedStep:
     """Send the step's micro-batches to every rank of this model replica; a collective call.
 
     Args:
         batches: on the rank that loads data its micro-batches, elsewhere None.
         fields: those of `media`.
+        all_tokens: give every context-parallel rank all tokens.
 
     Returns:
         The micro-batches for this rank's device, without media beyond the first stage; with context parallelism this
         rank's tokens of them. With a pipeline all are padded to one length, which its fixed-size messages need.
     """
-    parts = None if batches is None else _parts(groups, batches, fields)
+    parts = None if batches is None else _parts(groups, batches, fields, 1 if all_tokens else groups.cp_size)
     # A replica of one rank has what it has read.
     if groups.replica_size == 1:
         assert parts is not None
         return _on_this_rank([part for (part,) in parts], groups.device)
     # First the shapes of all parts of all micro-batches, from host to host: receivers must know them.
-    header = torch.zeros(num_micro_batches, groups.cp_size, header_width(fields), dtype=torch.int64)
+    num_parts = 1 if all_tokens else groups.cp_size
+    header = torch.zeros(num_micro_batches, num_parts, header_width(fields), dtype=torch.int64)
     if parts is not None:
         header = torch.tensor([[BatchHeader.of(x, fields).counts() for x in of_batch] for of_batch in parts])
     dist.broadcast(header, groups.replica_source, group=groups.control_replica)
     all_layouts = [[BatchHeader.read(row, fields) for row in rows] for rows in header.tolist()]
-    layouts = [of_batch[groups.cp_rank] for of_batch in all_layouts]
+    layouts = [of_batch[groups.cp_rank % num_parts] for of_batch in all_layouts]
     # Then lengths and tokens. Media follow when their micro-batch begins, and only on the first stage.
-    lengths = _broadcast_lengths(groups, parts, layouts)
+    lengths, bounds = _broadcast_lengths(groups, parts, layouts)
     tokens = _broadcast_tokens(groups, parts, all_layouts)
     media = [_no_media(layout, groups.device) for layout in layouts]
-    shared = [_unpack(t, m, n, layout) for t, m, n, layout in zip(tokens, media, lengths, layouts, strict=True)]
+    shared = [_unpack(*of_batch) for of_batch in zip(tokens, media, lengths, bounds, layouts, strict=True)]
     if not groups.is_first_stage:
         return SharedStep(shared, None)
     return SharedStep(
-        shared, lambda i: _broadcast_media(groups, None if parts is None else parts[i], layouts[i], fields)
+        shared, lambda i: _broadcast_media(groups, None if parts is None else parts[i], layouts[i], num_parts, fields)
     )
 
 
-def _parts(groups: Groups, batches: Sequence[TensorFields], fields: Fields) -> list[list[TensorFields]]:
-    """Return the part of each micro-batch of every context-parallel rank."""
+def _parts(groups: Groups, batches: Sequence[TensorFields], fields: Fields, num_parts: int) -> list[list[TensorFields]]:
+    """Return the part of each micro-batch of every context-parallel rank, or the one part that all of them have."""
     lengths = [batch.input_ids.shape[1] for batch in batches]
     if groups.pp_size > 1:  # messages between stages have one size
         lengths = [max(lengths)] * len(lengths)
-    if groups.cp_size > 1:  # rows are cut into chunks of equal size
-        multiple = 2 * groups.cp_size
+    if num_parts > 1:  # rows are cut into chunks of equal size
+        multiple = 2 * num_parts
         lengths = [-(-length // multiple) * multiple for length in lengths]
     padded = [pad_to(x, length, fields) for x, length in zip(batches, lengths, strict=True)]
-    return [cut(x, groups.cp_size, fields) for x in padded]
+    return [cut(x, num_parts, fields) for x in padded]
 
 
 def _broadcast_lengths(
     groups: Groups, parts: Sequence[Sequence[TensorFields]] | None, layouts: Sequence[BatchHeader]
-) -> list[MediaLengths]:
-    """Send the hosts of the replica the values by which the ranks of a stage may divide media."""
+) -> tuple[list[MediaLengths], list[list[int]]]:
+    """Send the hosts of the replica the values by which the ranks of a stage may divide media, and the bounds of packed
+    sequences."""
+    divides = groups.tp_size * groups.cp_size > 1
     names = [name for name in LENGTHS if name in layouts[0].media]
-    sizes = [layout.media[name][1][0] for layout in layouts for name in names]
-    if groups.tp_size * groups.cp_size == 1 or not sum(sizes):
-        return [{name: () for name in names} for _ in layouts]
+    of_media = [[layout.media[name][1][0] if divides else 0 for name in names] for layout in layouts]
+    sizes = [n for layout, row in zip(layouts, of_media, strict=True) for n in (layout.num_bounds, *row)]
     values = torch.zeros(sum(sizes), dtype=torch.int64)
-    if parts is not None:
-        values = torch.cat([part.media[name].long() for part, *_ in parts for name in names])
-    dist.broadcast(values, groups.replica_source, group=groups.control_replica)
-    received = iter(values.split(sizes))
-    return [{name: next(received).tolist() for name in names} for _ in layouts]
+    if parts is not None and len(values):
+        chosen = [[part.cu_seqlens, *(part.media[name] for name in names if divides)] for part, *_ in parts]
+        values = torch.cat([x.long() for row in chosen for x in row])
+    if len(values):
+        dist.broadcast(values, groups.replica_source, group=groups.control_replica)
+    received = (x.tolist() for x in values.split(sizes))
+    bounds: list[list[int]] = []
+    lengths: list[MediaLengths] = []
+    for _ in layouts:
+        bounds.append(next(received))
+        lengths.append({name: next(received) for name in names})
+    return lengths, bounds
 
 
 def _broadcast_tokens(
@@ -149,17 +164,18 @@ def _broadcast_tokens(
         planes, mask = (torch.int64, [2 + x.num_axes, x.b, x.s]), (torch.float32, [x.b, x.s])
         shapes.append([planes, mask, (torch.int32, [x.num_bounds]), (torch.int32, [x.b, x.s] if x.of_blend else [0])])
     tensors = None if parts is None else [_token_tensors(part) for of_batch in parts for part in of_batch]
-    return _broadcast(groups, groups.replica, tensors, shapes)[groups.cp_rank :: groups.cp_size]
+    num_parts = len(layouts[0])
+    return _broadcast(groups, groups.replica, tensors, shapes)[groups.cp_rank % num_parts :: num_parts]
 
 
 def _broadcast_media(
-    groups: Groups, parts: Sequence[TensorFields] | None, layout: BatchHeader, fields: Fields
+    groups: Groups, parts: Sequence[TensorFields] | None, layout: BatchHeader, num_parts: int, fields: Fields
 ) -> dict[str, Tensor]:
     """Broadcast the media of a micro-batch within the first stage: once what all of its ranks have, then the indices of
     the tokens of each context-parallel rank."""
-    divided = [name for name in layout.media if fields[name].index_of == "tokens" and groups.cp_size > 1]
+    divided = [name for name in layout.media if fields[name].index_of == "tokens" and num_parts > 1]
     common = [name for name in layout.media if name not in divided]
-    names = [common, *[divided] * (groups.cp_size if divided else 0)]
+    names = [common, *[divided] * (num_parts if divided else 0)]
     tensors = None
     if parts is not None:
         sources = [parts[0], *parts] if divided else [parts[0]]
@@ -221,7 +237,11 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _unpack(
-    tokens: list[Tensor], media: dict[str, Tensor], media_lengths: MediaLengths, layout: BatchHeader
+    tokens: list[Tensor],
+    media: dict[str, Tensor],
+    media_lengths: MediaLengths,
+    bounds: Sequence[int],
+    layout: BatchHeader,
 ) -> MicroBatch:
     planes, loss_mask, cu_seqlens, dataset_ids = tokens
     input_ids, labels = planes[:2]
@@ -237,6 +257,7 @@ def _unpack(
         layout.max_media_seqlen,
         media_lengths,
         dataset_ids,
+        bounds,
     )
 
 
@@ -262,6 +283,7 @@ def _on_this_rank(batches: Sequence[TensorFields], device: torch.device) -> Shar
             max_media_seqlen=longest_media(batch.media),
             media_lengths=host_lengths(batch.media),
             dataset_ids=moved(batch.dataset_ids),
+            bounds=batch.cu_seqlens.tolist(),
         )
         for batch in batches
     ]

@@ -53,5 +53,5 @@ class Efficiency:
 
     def outside(self, layout: RunLayout) -> float:
         """Return the bytes beside torch's: CUDA's context with its kernels, and a communicator per group."""
-        groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp))
+        groups = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp))
         return 0.7 * 2**30 + groups * 0.4 * 2**30

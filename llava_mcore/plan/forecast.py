@@ -80,8 +80,7 @@ class Forecast:
 
 
 def forecast(run: RunConfig, world: int, read: Callable[[], Model], device: str) -> Forecast | None:
-    """Predict a run. None where a plan does not apply: an unknown GPU, sizes it cannot read, an adapter from a folder,
-    divided samples (--cp).
+    """Predict a run. None where a plan does not apply: an unknown GPU, sizes it cannot read, an adapter from a folder.
 
     Args:
         read: returns the model's sizes.
@@ -89,8 +88,6 @@ def forecast(run: RunConfig, world: int, read: Callable[[], Model], device: str)
     """
     gpu = gpu_of_device(device)
     if gpu is None or run.adapter.load is not None or run.training.precision == "fp32":
-        return None
-    if run.parallel.context_parallel_size > 1:
         return None
     try:
         searched = _searched(run, world, read(), gpu)
@@ -131,6 +128,7 @@ def _differences(run: RunConfig, other: RunConfig) -> int:
     """Return how many options of a layout differ; the sizes of groups count most."""
     one, two = run.parallel, other.parallel
     count = 3 * (one.tensor_model_parallel_size != two.tensor_model_parallel_size)
+    count += 3 * (one.context_parallel_size != two.context_parallel_size)
     count += 3 * (one.pipeline_model_parallel_size != two.pipeline_model_parallel_size)
     count += run.training.micro_batch_size != other.training.micro_batch_size
     count += run.model.recompute != other.model.recompute

@@ -81,9 +81,20 @@ class RunLayout:
     ep: int = 1
     etp: int = 1
     cp: int = 1
+    cp_comm_type: Literal["p2p", "a2a", "all_gather"] = "p2p"
     fsdp: Literal["none", "optim", "optim_grads", "optim_grads_params"] = "none"
     replicas: int = 1
     """Groups of data-parallel ranks that each have all shards (--hsdp)."""
+
+    @property
+    def divides_images(self) -> bool:
+        """Whether the ranks of a stage have the whole tower each, and divide the images."""
+        return self.whole_towers or (self.cp > 1 and self.tp == 1)
+
+    @property
+    def tower_ranks(self) -> int:
+        """Ranks that divide the images."""
+        return self.tp * self.cp if self.divides_images else 1
 
     @property
     def shards(self) -> int:
@@ -186,6 +197,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
         cp=parallel.context_parallel_size,
+        cp_comm_type=parallel.cp_comm_type or "p2p",
     )
 
 

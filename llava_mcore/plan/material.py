@@ -23,7 +23,7 @@ def sample_work(model: Model, sample: Sample) -> Work:
 
 
 def packs_for(model: Model, layout: RunLayout, samples: Sequence[Sample]) -> PackWork:
-    """Return the work of a pack, or of a sample; with what padding adds.
+    """Return the work of a pack, or of a sample; with what padding adds, and on each of the ranks that divide it.
 
     Raises:
         ValueError: no sample is short enough.
@@ -32,13 +32,17 @@ def packs_for(model: Model, layout: RunLayout, samples: Sequence[Sample]) -> Pac
     multiple = layout.computed_multiple
 
     def with_padding(work: Work, length: float) -> Work:
-        return replace(work, computed=float(padded(length, multiple)))
+        return replace(work, computed=float(padded(length, multiple))).divided(layout.cp)
+
+    def peak(work: Work, length: float) -> Work:
+        part = with_padding(work, length)
+        return replace(part, trained=min(work.trained, part.computed))  # they may all be one rank's
 
     if layout.packing:
         mean = with_padding(packs.mean, packs.mean.tokens)
-        return PackWork(mean, (with_padding(packs.peaks[0], mean.tokens), with_padding(packs.peaks[1], mean.tokens)))
+        return PackWork(mean, (peak(packs.peaks[0], packs.mean.tokens), peak(packs.peaks[1], packs.mean.tokens)))
     # Without packing a micro-batch is as long as its longest sample.
     longest = max(x.tokens for x in packs.peaks)
     share = 1 - 1 / layout.micro_batch_size
     mean = with_padding(packs.mean, packs.mean.tokens + share * (longest - packs.mean.tokens))
-    return PackWork(mean, (with_padding(packs.peaks[0], longest), with_padding(packs.peaks[1], longest)))
+    return PackWork(mean, (peak(packs.peaks[0], longest), peak(packs.peaks[1], longest)))

@@ -1,4 +1,4 @@
-"""Images and sounds in numbers: the tokens and the tower's work of an image of a given size.
+"""Images and audio in numbers: the tokens and the tower's work of an image of a given size.
 
 These are the rules of `media.anyres`, `models.vision.patch_plan` and transformers' processors, without their arrays;
 sizes at the edge of a rounding may differ by a row.
@@ -13,7 +13,7 @@ from llava_mcore.plan.model import Model
 from llava_mcore.plan.work import Work
 
 MEL_RATE = 100
-"""Mel frames of a second of sound; two become a position of the encoder, and two of these a token."""
+"""Mel frames of a second of audio; two become a position of the encoder, and two of these a token."""
 
 
 @lru_cache(4096)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llava_mcore.plan.context import buffers
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.model import Model
@@ -178,8 +179,8 @@ def decoder_activations(model: Model, layout: RunLayout, work: Work, num_layers:
 
 def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     """Return the activations of a trained tower, and those of the connector."""
-    t, tp = model.tower, 1 if layout.whole_towers else layout.tp
-    share = layout.tp if layout.whole_towers else 1  # a part of the images, or of every layer
+    t, tp = model.tower, 1 if layout.divides_images else layout.tp
+    share = layout.tower_ranks  # a part of the images, or of every layer
     connector = sum(
         2 * (x.inputs + x.outputs) * x.share * (work.positions if x.per == "position" else work.pictures)
         for x in model.connector.products
@@ -216,7 +217,8 @@ def _temporary(model: Model, layout: RunLayout, work: Work) -> float:
         else 0.0
     )
     restored = matrix if layout.adapter.quantize != "none" and layout.fp8 == "none" else 0.0
-    return gradients + matrix * layout.trains_language + work.computed * again + restored
+    beside = restored + buffers(model, layout, work)
+    return gradients + matrix * layout.trains_language + work.computed * again + beside
 
 
 def _pixels(work: Work, in_flight: float) -> float:

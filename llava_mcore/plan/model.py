@@ -235,7 +235,7 @@ class Model:
 
     @property
     def hears(self) -> bool:
-        """Whether its samples have sound in place of images."""
+        """Whether its samples have audio in place of images."""
         return self.model_type == "qwen2_audio"
 
     @property

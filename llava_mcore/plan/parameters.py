@@ -47,7 +47,7 @@ def stage_parameters(model: Model, layout: RunLayout, stage: int) -> StageParame
     experts = num_layers * decoder.expert_weights / (layout.ep * layout.etp)
     small = num_layers * (decoder.layer_parameters - decoder.layer_weights - decoder.expert_weights)
     small += decoder.hidden if last else 0
-    tower = model.tower.parameters / (1 if layout.whole_towers else tp) if first else 0.0
+    tower = model.tower.parameters / (1 if layout.divides_images else tp) if first else 0.0
     connector = model.connector.parameters / tp if first else 0.0
     of_experts = _expert_adapters(model, layout, num_layers)
     adapter = _adapter_parameters(model, layout, num_layers, first=first) + of_experts
@@ -96,7 +96,7 @@ def owned_tables(layout: RunLayout, p: StageParameters) -> float:
     tower's few are not counted."""
     if layout.adapter.is_on or layout.trains_expanded or not layout.trains_language:
         return 0.0
-    return (p.ends + p.small) / (layout.dp if layout.distributed_optimizer else 1)
+    return (p.ends + p.small) / (layout.shards if layout.distributed_optimizer else 1)
 
 
 def _expert_adapters(model: Model, layout: RunLayout, num_layers: int) -> float:
@@ -112,5 +112,4 @@ def owned(layout: RunLayout, p: StageParameters) -> float:
     """Return the trained parameters whose optimizer state a rank has."""
     if not layout.distributed_optimizer:
         return p.trained
-    ranks = layout.dp if layout.fsdp == "none" else layout.shards
-    return (p.trained - p.trained_experts) / ranks + p.trained_experts / layout.expert_dp
+    return (p.trained - p.trained_experts) / layout.shards + p.trained_experts / layout.expert_dp

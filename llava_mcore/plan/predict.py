@@ -72,7 +72,7 @@ def predict(model: Model, layout: RunLayout, packs: PackWork, machine: Machine) 
         stages.append(Stage(stage_memory(model, layout, packs, index, machine.fit), forward, backward))
     ahead = [stage.forward.total for stage in stages]
     back = [stage.backward.total for stage in stages]
-    across = layout.tp * layout.pp > machine.gpu.per_node
+    across = layout.tp * layout.cp * layout.pp > machine.gpu.per_node
     hidden = 2 * work.computed * model.decoder.hidden / (layout.tp if layout.sequence_parallel else 1)
     link = (machine.gpu.network if across else machine.gpu.link) * machine.fit.link
     message = hidden / link + 2e-5 if layout.pp > 1 else 0.0
@@ -89,7 +89,7 @@ def predict(model: Model, layout: RunLayout, packs: PackWork, machine: Machine) 
         bubble=passes - busy,
         messages=exposed,
         update=update,
-        tokens=work.tokens * count * layout.dp,
+        tokens=work.tokens * count * layout.dp * layout.cp,
     )
 
 
@@ -101,12 +101,12 @@ def _after_passes(model: Model, layout: RunLayout, machine: Machine, passes: flo
     """
     parameters = max((stage_parameters(model, layout, x) for x in range(layout.pp)), key=lambda x: x.trained)
     trained, of_experts = parameters.trained, parameters.trained_experts
-    dp, fit = layout.dp, machine.fit
+    ranks, fit = layout.dp * layout.cp, machine.fit
     # Replicas are the outermost dimension: their messages cross nodes as soon as there are several.
     across = layout.world > machine.gpu.per_node
 
     def over_replicas(num_bytes: float) -> float:
-        rest = machine.collective(num_bytes * (trained - of_experts), dp, across_nodes=across)
+        rest = machine.collective(num_bytes * (trained - of_experts), ranks, across_nodes=across)
         return rest + machine.collective(num_bytes * of_experts, layout.expert_dp, across_nodes=across)
 
     reduce, gather = over_replicas(4), over_replicas(2)

@@ -20,7 +20,8 @@ MEASURED = ("h100", "h200")
 
 def describe(layout: RunLayout) -> str:
     """Return a layout in words, without what is usual."""
-    words = [f"tp {layout.tp}", f"pp {layout.pp}", f"dp {layout.dp}", f"micro-batch {layout.micro_batch_size}"]
+    words = [f"tp {layout.tp}", *[f"cp {layout.cp}"] * (layout.cp > 1), f"pp {layout.pp}", f"dp {layout.dp}"]
+    words.append(f"micro-batch {layout.micro_batch_size}")
     words += [f"ep {layout.ep}"] * (layout.ep > 1) + [f"etp {layout.etp}"] * (layout.etp > 1)
     if layout.virtual > 1:
         words.append(f"{layout.virtual} chunks")

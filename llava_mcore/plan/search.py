@@ -24,6 +24,11 @@ VARIED = ("moments", "fp8", "adapter", "tower")
 """Options that change the results of training, and are varied only on request."""
 MOST_MICRO_BATCH = 16
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+CP = "parallel.context_parallel_size"
+LONG = 32768
+"""Sequences from which on processes may divide their tokens."""
+TOKENS_PER_RANK = 8192
+"""Tokens that each of these processes then has at least."""
 CHUNK = "parallel.num_layers_per_virtual_pipeline_stage"
 SIZE = "training.micro_batch_size"
 LORA_RANK = 64
@@ -69,7 +74,7 @@ class Searched:
     def packs_of(self, layout: RunLayout) -> PackWork:
         """Return the work of packs, computed once for all layouts that share it."""
         size = 1 if layout.packing else layout.micro_batch_size
-        key = (layout.seq_length, layout.packing, layout.computed_multiple, size)
+        key = (layout.seq_length, layout.packing, layout.computed_multiple, size, layout.cp)
         if key not in self.packs:
             self.packs[key] = packs_for(self.model, layout, self.samples)
         return self.packs[key]
@@ -124,27 +129,34 @@ def changed(run: RunConfig, changes: Changes) -> RunConfig:
 def choices(searched: Searched) -> Iterator[Changes]:
     """Yield the layouts to try, as changes of the run's values. Rules and memory decide which remain."""
     world, run = searched.world, searched.run
-    for tp in _powers(min(world, searched.gpu.per_node)):
-        for pp in range(1, min(world // tp, searched.model.decoder.num_layers) + 1):
-            if world % (tp * pp) or (pp > 1 and pp & (pp - 1) and searched.model.decoder.num_layers % pp):
+    for tp, cp in itertools.product(_powers(min(world, searched.gpu.per_node)), _context_sizes(run)):
+        for pp in range(1, min(world // (tp * cp), searched.model.decoder.num_layers) + 1):
+            if world % (tp * cp * pp) or (pp > 1 and pp & (pp - 1) and searched.model.decoder.num_layers % pp):
                 continue
-            dp = world // (tp * pp)
+            dp = world // (tp * cp * pp)
             sizes = [n for n in _powers(MOST_MICRO_BATCH) if run.training.global_batch_size % (n * dp) == 0]
             if not sizes:  # the rule says why
                 sizes = [1]
-            for size, options in itertools.product(sizes, list(_options(searched, tp, pp))):
-                base = {TP: tp, PP: pp, SIZE: size, "parallel.balance": "none", **options}
+            for size, options in itertools.product(sizes, list(_options(searched, tp, cp, pp))):
+                base = {TP: tp, CP: cp, PP: pp, SIZE: size, "parallel.balance": "none", **options}
                 yield from ({**base, **stages} for stages in _stages(searched, base))
+
+
+def _context_sizes(run: RunConfig) -> list[int]:
+    """Return how many processes may divide samples: several only if these are long, or if the run says so."""
+    length = run.data.seq_length
+    most_ranks = length // TOKENS_PER_RANK if length >= LONG else 1
+    return _powers(max(run.parallel.context_parallel_size, most_ranks))
 
 
 def _powers(limit: int) -> list[int]:
     return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
 
 
-def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
+def _options(searched: Searched, tp: int, cp: int, pp: int) -> Iterator[Changes]:
     """Yield values of the options beside the sizes of groups."""
     run, vary = searched.run, searched.vary
-    graphs = run.data.packing and pp == 1 and searched.model.decoder.experts is None
+    graphs = run.data.packing and pp == cp == 1 and searched.model.decoder.experts is None
     trains_tower = not run.model.freeze_vision_model and not run.adapter.is_on
     axes: list[list[Changes]] = [
         [{"parallel.sequence_parallel": tp > 1, "parallel.use_distributed_optimizer": True}],
@@ -159,7 +171,7 @@ def _options(searched: Searched, tp: int, pp: int) -> Iterator[Changes]:
     if "tower" in vary and not run.adapter.is_on:
         towers = [{"model.freeze_vision_model": x} for x in (True, False)]
         trains_tower = True
-    divided = ("none", "optim_grads_params") if pp == 1 and searched.world > tp else ("none",)
+    divided = ("none", "optim_grads_params") if pp == 1 and searched.world > tp * cp else ("none",)
     if searched.model.decoder.experts is None:
         axes.append([{"parallel.fsdp": x, "parallel.hsdp_replicas": 1} for x in divided])
     axes.append(towers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llava_mcore.plan.context import exposed_messages
 from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.gpus import Gpu
 from llava_mcore.plan.layout import RunLayout
@@ -152,13 +153,14 @@ def _decoder_layer(
     restoring = _restoring(model, layout, machine)
     messages = 2 * machine.collective(2 * 2 * tokens * d.hidden, tp, across_nodes=tp > machine.gpu.per_node)
     messages += d.sparse_share * sent
+    waits = exposed_messages(model, layout, work, machine, scores)
     # With sequence parallelism the backward pass gathers the inputs of two matrices again.
     again = 1.25 if layout.sequence_parallel else 1.0
     forward = Pass(
         layers=products + extra,
         attention=scores,
         other=machine.moved(moved + quantizing) + restoring,
-        messages=messages,
+        messages=messages + waits[0],
     )
     times = float(trained) + float(flows)
     accumulated = 12 * (d.layer_weights / tp + d.expert_weights / (layout.ep * layout.etp)) * trained
@@ -166,7 +168,7 @@ def _decoder_layer(
         layers=products * times + 2 * extra,
         attention=2.5 * scores * flows,
         other=(machine.moved(2 * moved + 2 * quantizing) + restoring) * flows,
-        messages=messages * flows * again,
+        messages=(messages * again + waits[1]) * flows,
         gradients=machine.moved(accumulated),
     )
     backward += _recomputed(model, layout, forward)
@@ -230,8 +232,8 @@ def _restoring(model: Model, layout: RunLayout, machine: Machine) -> float:
 
 def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tuple[Pass, Pass]:
     """Return both passes of tower and connector."""
-    t, tp = model.tower, 1 if layout.whole_towers else layout.tp
-    positions = work.positions / (layout.tp if layout.whole_towers else 1)
+    t, tp = model.tower, 1 if layout.divides_images else layout.tp
+    positions = work.positions / layout.tower_ranks
     trained = layout.trains_tower
     flows = trained or layout.adapter.vision > 0
     fp8 = layout.fp8_vision
@@ -244,7 +246,7 @@ def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tup
     products += product(w, (2 if t.gated else 1) * f / tp) + product(f / tp, w)
     full = t.num_layers if t.full_layers is None else t.full_layers
     rest = t.num_layers - full
-    divided = tp * (layout.tp if layout.whole_towers else 1)
+    divided = tp * layout.tower_ranks
     length = work.pairs / max(1.0, work.positions)
     window = work.window_pairs / max(1.0, work.positions)
     scores = machine.attention(4 * work.pairs * w / divided, length) * full
@@ -255,14 +257,16 @@ def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tup
         * machine.fit.tower_moved
     )
     messages = 2 * machine.collective(4 * positions * w, tp) * t.num_layers
+    # Features of the images of other ranks, once.
+    gathered = machine.collective(2 * work.positions * w, layout.tower_ranks) if layout.cp > 1 else 0.0
     embedding = machine.product(positions, t.patch_values, t.embedding / t.patch_values)
     connector = sum(
         machine.product((work.positions if x.per == "position" else work.pictures) * x.share, x.inputs, x.outputs / tp)
         for x in model.connector.products
     )
-    forward = products * t.num_layers + scores + moved + messages + embedding
+    forward = products * t.num_layers + scores + moved + messages + embedding + gathered
     accumulated = machine.moved(12 * t.parameters / tp) * trained
-    backward = (products * t.num_layers * (float(trained) + 1) + 2.5 * scores + 2 * moved + messages) * flows
+    backward = (products * t.num_layers * (float(trained) + 1) + 2.5 * scores + 2 * moved + messages + gathered) * flows
     backward += embedding * trained + accumulated
     if layout.recompute_vision:
         backward += forward

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of a micro-batch of one data-parallel rank; means are not whole numbers.
+    """Counts of a micro-batch on one data- and context-parallel rank; means are not whole numbers.
 
     `computed`: tokens that the layers compute, padding included. `causal_pairs`: (query, key) pairs of the decoder's
     attention. `trained`: tokens whose loss counts. `positions`, `pairs`, `window_pairs`: of the tower, in a layer that
@@ -36,6 +36,11 @@ class Work:
         """Return the same for so many as large."""
         return Work(*(factor * a for a in self.values()))
 
+    def divided(self, ranks: int) -> Work:
+        """Return the work of each of the ranks that divide the tokens of samples. All have all media."""
+        parts = {name: vars(self)[name] / ranks for name in ("tokens", "computed", "causal_pairs", "trained")}
+        return replace(self, **parts)
+
     def values(self) -> tuple[float, ...]:
         """Return the counts in their order."""
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -43,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation. `text`: tokens beside those of media. `pictures`: widths and heights. `seconds`: of its sound."""
+    """A conversation. `text`: tokens beside those of media. `pictures`: widths and heights. `seconds`: of its audio."""
 
     text: int
     trained: int

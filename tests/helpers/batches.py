@@ -101,9 +101,12 @@ class FakeLoader:
 class PackedLoader(FakeLoader):
     """The samples of FakeLoader, each up to its last trained token, one after the other in a single row."""
 
+    sample_multiple = 1
+
     def __next__(self) -> FakeBatch:
         padded = super().__next__()
         ends = [int(row.nonzero().max()) + 2 for row in padded.loss_mask]
+        ends = [-(-end // self.sample_multiple) * self.sample_multiple for end in ends]
         ends[-1] += -sum(ends) % 8  # the real loader's multiple
         positions = padded.media[FEATURE_POSITIONS]
         return FakeBatch(
@@ -117,6 +120,12 @@ class PackedLoader(FakeLoader):
             num_tokens=sum(ends),
             sample_keys=padded.sample_keys,
         )
+
+
+class DivisiblePacks(PackedLoader):
+    """The same, of samples that two context-parallel ranks can divide."""
+
+    sample_multiple = 4
 
 
 class FullPackLoader(FakeLoader):

@@ -38,7 +38,7 @@ ON_GPUS = {
 }
 """What has run on an H200: tests/gpu and benchmarks.train_step."""
 COLUMNS = (
-    *("…ForConditionalGeneration", "images", "videos", "sound", "packing", "LoRA", "QLoRA"),
+    *("…ForConditionalGeneration", "images", "videos", "audio", "packing", "LoRA", "QLoRA"),
     *("`generate`", "`serve`", "on an H200"),
 )
 

@@ -25,9 +25,11 @@ from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import forward_backward, train_step
 from tests.helpers.batches import LENGTH, FakeBatch, FakeLoader
 from tests.helpers.class_checks import batch_of
+from tests.parallel.answer_checks import ASKED, train_and_ask
 from tests.parallel.checks import join
 from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, curve, make_trainer, run_config
+from tests.parallel.validation_checks import train_and_validate
 
 Layout = tuple[int, int, int]
 """tp, cp, pp."""
@@ -118,18 +120,47 @@ CURVES: dict[str, dict[str, Any]] = {
 """Options of short runs, by name."""
 
 
-def curves(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, Any]:
-    """Train a few steps with each of the options on packs, and padded without any; interleaved with a pipeline."""
+def curves(layout: Layout, cases: dict[str, dict[str, Any]], data: str, save_dir: str) -> dict[str, Any]:
+    """Train a few steps with each of the options on packs, and padded without any; interleaved with a pipeline. See
+    `measured`, too.
+
+    Args:
+        data: a dataset with a validation split.
+    """
     tp, cp, pp = layout
     groups = join(tp, pp, cp=cp)
     found = {}
     interleaved = {"parallel.num_layers_per_virtual_pipeline_stage": 1} if pp > 1 else {}
     for name, flags in (CURVES | {"padded": {}, "interleaved": interleaved}).items():
-        run = configure(
-            layout, checkpoint, save_dir, **{"training.train_iters": 4, "training.micro_batch_size": 2, **flags}
-        )
+        given = {"training.train_iters": 4, "training.micro_batch_size": 2, **flags}
+        run = configure(layout, cases["llava"]["checkpoint"], save_dir, **given)
         kind = FakeLoader if name == "padded" else WholeSamples
         found[name] = curve(groups, run, MIXED, kind)
+    return {"curves": found, "measured": measured(groups, cases, data, save_dir)}
+
+
+MEASURED = ("llava", "qwen2_5_vl", "qwen3_5")
+"""Cases that are validated and asked: positions along one axis and three, and delta nets."""
+
+
+def measured(groups: Groups, cases: dict[str, dict[str, Any]], data: str, save_dir: str) -> dict[str, Any]:
+    """Return what validations find on padded and packed samples, and answers, of models before any training."""
+    found = {}
+    for name in MEASURED:
+        flags: dict[str, Any] = {
+            "parallel.context_parallel_size": groups.cp_size,
+            "parallel.sequence_parallel": groups.tp_size > 1,
+            "training.micro_batch_size": 2,
+            "data.path": data,
+            "data.num_workers": 0,
+            "data.seq_length": 192,
+        }
+        packed = {"data.packing": True, "data.packing_buffer_size": 6, "data.sample_multiple": SAMPLE_MULTIPLE}
+        given = (groups, cases[name]["checkpoint"])
+        for kind, more in ((PADDED, {}), (PACKED, packed)):
+            validated = train_and_validate(*given, save_dir, flags | more | {"validation.eval_interval": 1}, 0)
+            found[name, kind] = validated["validations"][0]
+        found[name, "answers"] = train_and_ask(*given, data, save_dir, flags | ASKED, steps=0)["rounds"][0][1]
     return found
 
 

@@ -21,15 +21,15 @@ from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving.save import Saver, save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.step import forward_backward, train_step
-from tests.helpers.batches import PackedLoader
+from tests.helpers.batches import DivisiblePacks
 from tests.parallel.answer_checks import ASKED, train_and_ask
 from tests.parallel.checks import join, load_model, logits
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, curve, make_trainer, run_config
 from tests.parallel.validation_checks import train_and_validate
 
-Layout = tuple[int, int, int, int]
-"""tp, pp, ep, etp."""
+Layout = tuple[int, ...]
+"""tp, pp, ep, etp, and cp if it is not 1."""
 TEXT_ONLY = frozenset({1, 3})
 """Samples without images, as `open_fake_loader` has them."""
 
@@ -46,7 +46,7 @@ WITH_ADAPTERS: dict[Layout, tuple[str, ...]] = {
     (2, 2, 2, 1): ("experts",),
 }
 """Layouts that also train adapters, and their kinds: LoRA on experts and attention, DoRA on attention."""
-WITH_ANSWERS = {(1, 1, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 2)}
+WITH_ANSWERS: set[Layout] = {(1, 1, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 2), (1, 1, 2, 1, 2)}
 """Layouts that answer questions: one replica has all experts, or two share them, also over two stages."""
 COEFFICIENTS = {"aux_loss_coef": 0.2, "z_loss_coef": 0.05}
 TERMS: dict[str, Any] = {f"router.{key}": value for key, value in COEFFICIENTS.items()}
@@ -57,6 +57,7 @@ def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> R
     layout = {
         "parallel.expert_model_parallel_size": groups.ep_size,
         "parallel.expert_tensor_parallel_size": groups.etp_size,
+        "parallel.context_parallel_size": groups.cp_size,
         "parallel.sequence_parallel": groups.tp_size > 1,
         "parallel.use_distributed_optimizer": True,
         "training.micro_batch_size": MICRO_BATCH,
@@ -109,7 +110,7 @@ def one_layout(
     found["gradients"] = gradient_error(groups, checkpoint, gradients, save_dir)
     again = configure(groups, checkpoint, save_dir, **{"model.recompute": "selective"})
     with counted_products() as products:
-        found["packed"] = curve(groups, again, TEXT_ONLY, PackedLoader, most_steps=2)
+        found["packed"] = curve(groups, again, TEXT_ONLY, DivisiblePacks, most_steps=2)
     found["products"] = products
     found["validations"] = [validated(groups, checkpoint, folder, save_dir) for folder in data]
     if layout in WITH_ANSWERS:
@@ -132,7 +133,7 @@ def one_layout(
     run = configure(groups, checkpoint, save_dir, name="-".join(map(str, layout)))
     trainer = make_trainer(groups, run)
     own = count_parameters(trainer.models, first_tp_rank=groups.tp_rank == 0)
-    found["parameters"] = sum_over_ranks(groups, own if groups.dp_rank == 0 else [0] * len(own))
+    found["parameters"] = sum_over_ranks(groups, own if groups.data_parallel.rank() == 0 else [0] * len(own))
     loader = open_fake_loader(groups, trainer, run, 0)
     begun = train_steps(groups, trainer, run, loader)
     state = None if loader is None else loader.state()
@@ -194,7 +195,7 @@ def validated(groups: Groups, checkpoint: str, data: str, save_dir: str) -> list
     """Return loss and counts of a validation, of which some replicas have fewer micro-batches than others, or none."""
     flags: dict[str, Any] = {"data.path": data, "data.num_workers": 0, "data.seq_length": 128}
     flags |= {"validation.eval_interval": 1, "parallel.sequence_parallel": groups.tp_size > 1}
-    flags["training.micro_batch_size"] = 1
+    flags |= {"training.micro_batch_size": 1, "parallel.context_parallel_size": groups.cp_size}
     return train_and_validate(groups, checkpoint, save_dir, flags, 0)["validations"]
 
 
@@ -202,6 +203,7 @@ def answered(groups: Groups, checkpoint: str, data: str, save_dir: str) -> tuple
     """Return the answers to questions of the validation split, of which replicas have different numbers, and what is
     said if the last replica cannot read its second one."""
     flags = ASKED | {"parallel.sequence_parallel": groups.tp_size > 1, "parallel.use_distributed_optimizer": True}
+    flags |= {"parallel.context_parallel_size": groups.cp_size}
     flags |= {"parallel.expert_model_parallel_size": groups.ep_size}
     flags |= {"parallel.expert_tensor_parallel_size": groups.etp_size}
     found = train_and_ask(groups, checkpoint, data, save_dir, flags, steps=0)

@@ -19,6 +19,7 @@ from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world
 from tests.parallel import context_checks
 from tests.parallel.context_checks import DIVIDED, PACKED, PADDED, Layout
+from tests.parallel.test_experts import few_samples
 from tests.parallel.test_vision_parallel import CLASSES as EVERY_CLASS
 from tests.parallel.test_vision_parallel import OF_PICTURES, OF_QWEN, TinyModel
 
@@ -111,19 +112,28 @@ def assert_same_gradients(
         assert error <= 1e-5 * whole[name].abs().max() + 1e-9, (where, name, error, whole[name].abs().max())
 
 
-def test_steps_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_steps_validations_and_answers_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """With every option, and with two replicas of two ranks."""
-    arguments = {"checkpoint": cases["llava"]["checkpoint"], "save_dir": str(tmp_path)}
+    data = few_samples(tmp_path / "data", 18)
+    arguments = {"cases": cases, "data": str(data), "save_dir": str(tmp_path)}
     (one,) = run_world(1, context_checks.curves, layout=ONE, **arguments)
     for size, layout in ((4, (1, 2, 1)), (4, (1, 2, 2))):
         ranks = run_world(size, context_checks.curves, layout=layout, **arguments)
-        assert all(rank == ranks[0] for rank in ranks), "ranks disagree about the loss"
-        assert ranks[0].keys() == one.keys()
-        for name, found in ranks[0].items():
+        assert all(rank["curves"] == ranks[0]["curves"] for rank in ranks), "ranks disagree about the loss"
+        assert ranks[0]["curves"].keys() == one["curves"].keys()
+        for name, found in ranks[0]["curves"].items():
             loss, norm = (1e-2, 5e-2) if name == "bf16" else (1e-5, 1e-4)
-            assert found["loss"] == pytest.approx(one[name]["loss"], rel=loss), (layout, name)
-            assert found["grad_norm"] == pytest.approx(one[name]["grad_norm"], rel=norm), (layout, name)
+            expected = one["curves"][name]
+            assert found["loss"] == pytest.approx(expected["loss"], rel=loss), (layout, name)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm), (layout, name)
             assert len(set(found["loss"])) == len(found["loss"]), (layout, name)
+        for key, result in ranks[0]["measured"].items():
+            expected = one["measured"][key]
+            if "answers" in key:
+                assert result == expected and len(expected) == 15, (layout, key)
+                assert any(record.answer for record in result), key
+            else:
+                assert result[0] == pytest.approx(expected[0], rel=1e-5) and result[1:] == expected[1:], (layout, key)
 
 
 def test_a_stopped_run_continues_bit_for_bit_and_at_other_layouts(

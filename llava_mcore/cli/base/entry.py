@@ -115,6 +115,6 @@ def skip_unused_here(*, reads_media: bool = False) -> None:
     """Skip what libraries import and a conversion never uses: a third of a command's start.
 
     Args:
-        reads_media: the command reads an image or sound as training does (--logits), and Energon imports more.
+        reads_media: the command reads an image or audio clip as training does (--logits), and Energon imports more.
     """
     skip_unused_imports(*() if reads_media else UNUSED_IMPORTS_HERE)

@@ -34,13 +34,8 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
         )
     if uses_engine and run.model.attention_backend == "flash" and not data.packing:
         yield f"{flag}: --flash-attn divides the tokens of packed samples only: add --packing, or use --fused-attn"
-    # What is not computed yet.
-    for name, is_set in (
-        ("--cuda-graphs", run.model.cuda_graphs),
-        ("--eval-generate", run.validation.eval_generate is not None),
-    ):
-        if is_set:
-            yield f"{name} does not work with {flag} yet: omit one of them"
+    if run.model.cuda_graphs:
+        yield f"--cuda-graphs does not work with {flag} yet: omit one of them"
 
 
 def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterator[str]:
@@ -57,12 +52,19 @@ def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterato
                     f"--cp-comm-type a2a divides heads, and --tp {tp} x --cp {cp} = {tp * cp} does not divide the "
                     f"{size} {quantity} heads of {source}: lower --cp, or use --cp-comm-type p2p"
                 )
-    # Delta nets read tokens in order, so that their ranks divide heads.
+    yield from check_divided_tokens(dims, tp, cp, source)
+
+
+def check_divided_tokens(dims: ModelDims, tp: int, cp: int, source: str) -> Iterator[str]:
+    """Yield why `cp` processes cannot divide the tokens of a model, whose matrices `tp` processes divide.
+
+    Delta nets read tokens in order, so that their processes divide heads.
+    """
+    if cp == 1:
+        return
     for quantity, size in (("key", dims.delta_key_heads), ("value", dims.delta_value_heads)):
         if size % (tp * cp):
             yield (
                 f"--tp {tp} x --cp {cp} = {tp * cp} does not divide the {size} {quantity} heads of the delta nets of "
                 f"{source}, which its processes divide: lower --cp"
             )
-    if dims.num_experts:
-        yield f"--cp {cp} does not work yet with the mixtures of experts of {source}: omit it"

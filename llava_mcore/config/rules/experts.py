@@ -25,11 +25,13 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
     # The layout: what divides the experts, and the processes of a stage.
     yield from check_expert_layout(dims, ep, etp, source)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
     per_stage = world_size // pp
-    if world_size % (tp * pp) == 0 and per_stage % (ep * etp):
+    if world_size % (tp * cp * pp) == 0 and per_stage % (ep * etp):
         yield (
             f"--ep {ep} x --etp {etp} = {ep * etp} does not divide the {per_stage} processes of a stage, which are "
-            f"--tp {tp} x {per_stage // tp} data-parallel ones: lower --ep or --etp, or use more processes"
+            f"--tp {tp} x {f'--cp {cp} x ' if cp > 1 else ''}{per_stage // (tp * cp)} data-parallel ones: lower --ep "
+            "or --etp, or use more processes"
         )
     # What experts need besides.
     if tp > 1 and not parallel.sequence_parallel:

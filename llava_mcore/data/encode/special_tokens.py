@@ -35,7 +35,7 @@ def choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: Mapping[str, int | No
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None, errors: list[str]) -> str:
     """Check the special tokens and that every id has a row in the embedding. Returns the placeholder of an image, or
-    of a sound for a class without images."""
+    of an audio clip for a class without images."""
     key, token = _placeholder(tokenizer, config)
     vocab = tokenizer.get_vocab()
     token_id = vocab.get(token)

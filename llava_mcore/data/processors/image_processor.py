@@ -1,4 +1,4 @@
-"""Preprocesses images and videos with the checkpoint's own processors; `audio_processor` does so with sounds."""
+"""Preprocesses images and videos with the checkpoint's own processors; `audio_processor` does so with audio clips."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Videos:
 
 @dataclass(frozen=True)
 class Processors:
-    """The processors of images (None: the class takes none, or there is a problem with it), videos and sounds."""
+    """The processors of images (None: the class takes none, or there is a problem with it), videos and audio clips."""
 
     images: BaseImageProcessor | None = None
     videos: Videos = field(default_factory=Videos)
@@ -81,7 +81,7 @@ def load_processors(
         errors += wrong or set_pixel_range(images, pixels, config)
     if config is None or tokenizer is None:
         return Processors(images)
-    # Samples with videos or sound are refused later if their processor cannot be used.
+    # Samples with videos or audio are refused later if their processor cannot be used.
     audios = choose_audios(folders, PROCESSOR_FILES, config, tokenizer, LOAD_ERRORS, errors)
     videos = choose_videos(folders, config, tokenizer, LOAD_ERRORS)
     if videos.processor is not None:

@@ -3,7 +3,7 @@
 megatron-core's StaticInferenceContext has one length for all sequences, keeps keys without their rotary positions and
 rotates all of them again for every token, and switches masks off, so windows too. Here a layer's core attention is
 replaced while tokens are generated. It gets queries and keys that are already rotated, from torch's layers as well as
-from Transformer Engine's.
+from Transformer Engine's. Context-parallel ranks do not divide tokens then: each computes all of them.
 
 r: sequences (rows), s: tokens, n: heads, g: query groups, d: head size.
 """
@@ -115,9 +115,12 @@ class CachedAttention(SDPAttention):
 class CachedDeltaRule(DeltaRule):
     """Delta rule that keeps the last inputs of its convolution [r, width - 1, c], and a state float32 [r, n, k, v]."""
 
-    def __init__(self, rule: DeltaRule, rows: CachedRows) -> None:
+    divides_heads = False
+
+    def __init__(self, net: DeltaNet, rows: CachedRows) -> None:
+        rule = net.delta_rule
         super().__init__(
-            rule.key_heads, rule.key_head_dim, rule.value_head_dim, deterministic=rule.deterministic
+            net.num_k_heads_local_tp, rule.key_head_dim, rule.value_head_dim, deterministic=rule.deterministic
         )  # fmt: skip
         self.rows = rows
         self.inputs: Tensor | None = None
@@ -216,7 +219,7 @@ def cached_rows(models: Sequence[VisionLanguageModel], num_rows: int, device: to
                 mixer = layer.cross_attention
                 name, cached = "core_attention", CachedImages(rows)
             elif isinstance(mixer, DeltaNet):
-                name, cached = "delta_rule", CachedDeltaRule(mixer.delta_rule, rows)
+                name, cached = "delta_rule", CachedDeltaRule(mixer, rows)
             else:
                 name, cached = "core_attention", CachedAttention(model.config, layer.layer_number, softcap, rows)
             replaced.append((mixer, name, mixer.get_submodule(name)))

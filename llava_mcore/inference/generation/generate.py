@@ -247,5 +247,5 @@ class _AnswerLoop:
             raise DataError(about[0])
         if about[1] is None:
             return None
-        (batch,) = share_step(groups, None if prompt is None else [prompt.batch], 1, self.fields)
+        (batch,) = share_step(groups, None if prompt is None else [prompt.batch], 1, self.fields, all_tokens=True)
         return batch, *about[1]

@@ -19,7 +19,7 @@ from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.layers import TwoRopeSelfAttention
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.batch import MicroBatch
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.groups import Groups, context_parallel_group
 
 
 class TokenAngles:
@@ -79,6 +79,7 @@ class CachedModel:
         self.num_tokens = math.ceil(rows.num_rows / math.lcm(multiple, self._parts)) * math.lcm(multiple, self._parts)
         """Tokens of a pass that gives each row its next token, with padding."""
         self._angles = [TokenAngles(model.language_model, groups.device) for model in models]
+        self._contexts = context_parallel_group() if groups.cp_size > 1 else None
         self._ring = dist.get_process_group_ranks(groups.pipeline_parallel)
 
     def read_prompt(self, batch: MicroBatch, length: int, row: int) -> Tensor | None:
@@ -168,7 +169,10 @@ class CachedModel:
         dist.send(hidden.contiguous(), following, group=self.groups.pipeline_parallel)
 
     def from_last_stage(self, tokens: Tensor | None, count: int) -> Tensor:
-        """Return the tokens int64 [count] that the last stage has chosen, on all stages."""
+        """Return the tokens int64 [count] that the last stage has chosen, on all stages. Context-parallel ranks, which
+        compute the same, take those of the first."""
+        if tokens is not None and self._contexts is not None:
+            dist.broadcast(tokens, group=self._contexts, group_src=0)
         if len(self._ring) == 1:
             assert tokens is not None
             return tokens

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from llava_mcore.compat.delta_rule import building_without_kernels, fla_kernels, has_fla, torch_rule
 from llava_mcore.config.rules.delta_nets import MISSING_KERNELS
 from llava_mcore.errors import ConfigError
-from llava_mcore.parallel.context import HeadExchange, gathered_rows
+from llava_mcore.parallel.context import DividedRow, HeadExchange
 from llava_mcore.parallel.groups import context_parallel_group
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -70,6 +70,9 @@ class DeltaRule(nn.Module):
 
     On a GPU flash-linear-attention's kernels compute it, unless the results must be the same in every run.
     """
+
+    divides_heads = True
+    """Whether context-parallel ranks have a part of the heads each."""
 
     def __init__(self, key_heads: int, key_head_dim: int, value_head_dim: int, *, deterministic: bool) -> None:
         super().__init__()
@@ -179,7 +182,7 @@ class DeltaNet(GatedDeltaNet):
         projected, _bias = self.in_proj(hidden_states)
         mixed, gate, beta, alpha = projected.transpose(0, 1).split(self.parts, dim=-1)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        rule = self.delta_rule if self.num_contexts == 1 else self._rule_of_heads
+        rule = self._rule_of_heads if self.num_contexts > 1 and self.delta_rule.divides_heads else self.delta_rule
         attended = rule(mixed, self.conv1d.weight.squeeze(1), decay, beta.sigmoid(), _bounds(packed_seq_params))
         normed = self.out_norm(attended, gate.unflatten(-1, (-1, self.value_head_dim)))
         output, bias = self.out_proj(normed.flatten(2).transpose(0, 1).contiguous())
@@ -191,9 +194,7 @@ class DeltaNet(GatedDeltaNet):
         """As `DeltaRule.forward`, of this context-parallel rank's tokens; a collective call. bounds: of whole
         sequences."""
         group, cp = context_parallel_group(), self.num_contexts
-        length = cp * mixed.shape[1]
-        ends = mixed.new_tensor([0, length], dtype=torch.int32) if bounds is None else bounds
-        exchange = HeadExchange(gathered_rows(ends, length, cp), group)
+        exchange = HeadExchange(DividedRow.of(mixed.shape[1], bounds, mixed.device, group).rows, group)
         # Of queries, keys and values the part of each rank's heads, [s, b, cp, c / cp]; then those two of value heads.
         sections = self.in_proj_split_sections[:3]
         of_ranks = torch.cat([x.unflatten(-1, (cp, -1)) for x in mixed.split(sections, dim=-1)], dim=-1)

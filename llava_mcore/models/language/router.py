@@ -14,11 +14,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from llava_mcore.parallel.context import DividedRow
+from llava_mcore.parallel.groups import context_parallel_group
 from llava_mcore.parallel.named_sums import with_loss
 
 LOAD_BALANCING, ROUTER_Z = "load_balancing", "router_z"
@@ -54,7 +57,7 @@ class Router(TopKRouter):
     def _with_losses(self, probs: Tensor, chosen: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
         """Report the load, and let the backward pass of the probabilities also reach the terms.
 
-        With sequence parallelism each rank adds the part of its own tokens.
+        With sequence and context parallelism each rank adds the part of its own tokens.
         """
         # Tokens of each expert and their number, over all tokens of the micro-batch.
         grad_enabled = torch.is_grad_enabled()
@@ -63,10 +66,10 @@ class Router(TopKRouter):
             counts = torch.cat([(chosen & is_counted[:, None]).sum(0), is_counted.sum()[None]]).float()
             if grad_enabled:  # once, also where the backward pass computes layers again
                 self.load = counts[:-1].clone() if self.load is None else self.load + counts[:-1]
-            if self.config.sequence_parallel:
-                dist.all_reduce(counts, group=self.tp_group)
+            divided = self.config.sequence_parallel or self.config.context_parallel_size > 1
+            if divided:
+                dist.all_reduce(counts, group=self.tp_cp_group)
             of_experts, num_tokens = counts[:-1], counts[-1].clamp(min=1)
-        divided = self.config.sequence_parallel
         options = {"config": self.config, "divided": divided}
         if self.losses.load_balancing:
             mean_probs = weights @ logits.softmax(-1, dtype=torch.float32)
@@ -107,9 +110,11 @@ class ExpertLoads:
         return counts
 
 
-def token_weights(config: TransformerConfig, loss_mask: Tensor | None) -> Tensor | None:
+def token_weights(
+    config: TransformerConfig, loss_mask: Tensor | None, packed_seq_params: PackedSeqParams | None = None
+) -> Tensor | None:
     """Return the weight of each token in the terms of routers, float32 [b, s]; of this rank's tokens only with sequence
-    parallelism.
+    parallelism. A collective call with context parallelism.
 
     All tokens up to the last trained one of a row have the same. What follows has 0: padding, which only stands at a
     row's end, and what predicts nothing. Weights add up to the number of trained tokens, by which a step divides what
@@ -117,12 +122,23 @@ def token_weights(config: TransformerConfig, loss_mask: Tensor | None) -> Tensor
 
     Args:
         loss_mask: float32 [b, s]; None outside of training.
+        packed_seq_params: of the only row, if it is packed.
     """
     if loss_mask is None or config.num_moe_experts is None:
         return None
-    is_counted = loss_mask.flip(-1).cummax(-1).values.flip(-1).sign()
-    weights = is_counted * (loss_mask.sum() / is_counted.sum().clamp(min=1))
+    if config.context_parallel_size > 1:  # the last trained token may be another rank's
+        bounds = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        row = DividedRow.of(loss_mask.shape[1], bounds, loss_mask.device, context_parallel_group())
+        weights = row.local_part(_weights(row.gather(loss_mask.t()).t()).t()).t()
+    else:
+        weights = _weights(loss_mask)
     if config.sequence_parallel:
         part = tensor_parallel.scatter_to_sequence_parallel_region(weights.t().contiguous())
         weights = part.t().contiguous()
     return weights
+
+
+def _weights(loss_mask: Tensor) -> Tensor:
+    """Return the weights of all tokens of a micro-batch, [b, t]."""
+    is_counted = loss_mask.flip(-1).cummax(-1).values.flip(-1).sign()
+    return is_counted * (loss_mask.sum() / is_counted.sum().clamp(min=1))

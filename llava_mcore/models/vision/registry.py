@@ -1,4 +1,4 @@
-"""The families of towers that are known, of vision and sound. A new one is a file and a line here."""
+"""The families of towers that are known, of vision and audio. A new one is a file and a line here."""
 
 from __future__ import annotations
 

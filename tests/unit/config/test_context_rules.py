@@ -37,6 +37,7 @@ def good(tmp_path: Path) -> list[str]:
         (["training.precision=fp32", LAYERS], True),
         (["data.sample_multiple=16"], True),
         (["adapter.r=8", "model.recompute=full"], True),
+        (["validation.eval_generate=5"], True),
     ],
     ids=str,
 )
@@ -62,7 +63,6 @@ def test_layouts_that_fit(good: list[str], changes: list[str], on_gpus: bool) ->
             "--cp 2: --flash-attn divides the tokens of packed samples only: add --packing",
         ),
         (["model.cuda_graphs=true"], "--cuda-graphs does not work with --cp 2 yet: omit one of them"),
-        (["validation.eval_generate=5"], "--eval-generate does not work with --cp 2 yet: omit one of them"),
     ],
     ids=str,
 )
@@ -81,7 +81,11 @@ def test_each_rule(good: list[str], changes: list[str], expected: str) -> None:
             [f"{CP}=4"],
             "--tp 1 x --cp 4 = 4 does not divide the 2 key heads of the delta nets of M",
         ),
-        ({"num_experts": 8}, [], "does not work yet with the mixtures of experts of M"),
+        (
+            {"num_experts": 8},
+            ["parallel.expert_model_parallel_size=8", "parallel.use_distributed_optimizer=true"],
+            "--ep 8 x --etp 1 = 8 does not divide the 4 processes of a stage, which are --tp 1 x --cp 2 x 2 data-",
+        ),
     ],
     ids=str,
 )

@@ -103,7 +103,7 @@ def test_logits_of_published_files_are_those_of_transformers(folders: dict[str, 
     folder = folders["transposed"]
     checkpoint = latest_checkpoint(folder.parent / "megatron")[0]
     assert "bit for bit" in check_checkpoint(folder, folder.parent / "megatron", tp=1)
-    got = compare_logits(folder, checkpoint, CHINA, tp=2, pp=1, ep=2)
+    got = compare_logits(folder, checkpoint, CHINA, tp=2, cp=2, pp=1, ep=2)
     assert got.difference <= 1e-5 and not got.not_compared
     with pytest.raises(ConversionError, match=r"does not find the experts of Qwen3VLMoe.*it expects model\.language"):
         compare_logits(folders["one by one"], checkpoint, CHINA, tp=1, pp=1)

@@ -158,7 +158,6 @@ def test_what_cannot_be_planned_says_why(folder: Path, capsys: pytest.CaptureFix
     assert "give its folder with --hf-dir" in fails("--gpus", "8")
     assert "no such folder" in fails(*model, "--gpus", "8", "--data-path", "/nowhere")
     assert "expected GiB above 0" in fails(*model, "--gpus", "8", "--gpu-memory", "0")
-    assert "plan does not predict runs that divide samples yet: omit --cp" in fails(*model, "-g", "8", "--cp", "2")
     assert "use a multiple of 3" in fails(*model, "--gpus", "3", *PACKS)
     assert "run.py would refuse this" in fails(*model, "--gpus", "3", *PACKS, "--as-given")
     small = fails(*model, "--gpus", "1", "--gpu", "l40s", *PACKS)

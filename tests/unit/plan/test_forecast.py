@@ -64,7 +64,6 @@ def test_a_run_that_cannot_fit_is_told_with_a_layout_that_does(folder: Path, mon
 def test_what_a_plan_does_not_know_is_not_predicted(folder: Path) -> None:
     assert predicted(folder, "Some other GPU") is None
     assert predicted(folder, training__precision="fp32") is None
-    assert predicted(folder, parallel__context_parallel_size=2) is None
     assert predicted(folder, data__seq_length=16) is None  # no sample is short enough
     (folder / "config.json").write_text("{}", encoding="utf-8")
     assert predicted(folder) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
@@ -12,12 +13,21 @@ import torch
 from safetensors.torch import load_file
 
 from llava_mcore.build.tiny.classes import write_tiny
+from llava_mcore.cli import import_hf as import_command
+from llava_mcore.cli import inspect_folder
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.media.batch_fields import ASPECT_RATIO_IDS, PIXEL_SCALE, PIXEL_VALUES, normalize
+from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.media.batch_fields import ASPECT_RATIO_IDS, PIXEL_SCALE, PIXEL_VALUES, MediaWork, normalize
 from llava_mcore.models.language.cross_attention import seen_features
-from tests.helpers.class_checks import assert_logits_and_gradients, batch_of
+from tests.helpers.class_checks import (
+    assert_logits_and_gradients,
+    assert_torch_counts_the_same,
+    batch_of,
+    edited,
+)
+from tests.helpers.photos import CHINA
 from tests.helpers.tiny_mllama import CONVERSATIONS, conversation, theirs_of
 
 
@@ -68,3 +78,53 @@ def test_what_tokens_see_is_the_processors_mask() -> None:
 def test_logits_and_gradients_are_hugging_faces(folder: Path, tmp_path: Path) -> None:
     """Images of several grids and text alone in one pack: every conversation as transformers computes it alone."""
     assert_logits_and_gradients(folder, CONVERSATIONS, theirs_of, tmp_path / "m")
+
+
+def test_check_compares_the_output_of_every_module(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--hf-dir", str(folder), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--workers", "1"]
+    assert import_command.main([*flags, "--verify", "--logits", str(CHINA)]) == 0
+    assert "outputs of 92 modules compared)" in capsys.readouterr().out
+    assert import_command.main([*flags, "--pp", "2", "--overwrite"]) == 2
+    assert "2 layers of" in capsys.readouterr().err
+
+
+def test_inspect_and_flops(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch counts our FLOPs over transformers' model, and attention to images, which we leave out."""
+    assert inspect_folder.main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "up to 4 tiles of 28 x 28 pixels in patches of 14" in out
+    sample = conversation("What is this? <image>", (60, 50))
+    inputs = theirs_of(folder, sample)
+    tokens, features, width = inputs["input_ids"].shape[1], 4 * 5, 64
+    work = MediaWork(num_patches=4 * 4, num_sequences=1)
+    scores = 2 * 4 * tokens * features * width  # of two layers
+    mask = 2 * (4 * 8) ** 2  # which transformers makes by a product
+    assert_torch_counts_the_same(folder, dict(inputs), work, not_counted=3 * scores + mask)
+
+
+VISION, TEXT = "vision_config", "text_config"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("config.json", lambda c: c[TEXT].update(cross_attention_layers=[1, 4]), "there are layers 0 to 3"),
+        ("config.json", lambda c: c[TEXT].update(dropout=0.1), "text_config.dropout = 0.1 is not supported"),
+        ("config.json", lambda c: c[VISION].update(intermediate_layers_indices=[0, 3]), "there are layers 0 to 2"),
+        ("config.json", lambda c: c[VISION].update(vision_output_dim=128), "3 outputs of 64 are 192"),
+        ("config.json", lambda c: c[VISION].update(num_global_layers=0), "must be at least 1|expected a whole number"),
+        ("config.json", lambda c: c[VISION].update(supported_aspect_ratios=[[1, 1]]), "numbers all grids|is \\("),
+        (
+            "processor_config.json",
+            lambda c: c["image_processor"].update(max_image_tiles=3),
+            "makes up to 3 tiles",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(folder: Path, tmp_path: Path, file: str, change: Any, said: str) -> None:
+    changed = edited(folder, tmp_path / "hf", file, change)
+    with pytest.raises(LlavaMcoreError, match=said):
+        import_hf(changed, tmp_path / "m")
+        load_assets(changed)

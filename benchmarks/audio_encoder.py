@@ -28,7 +28,7 @@ from transformers import PretrainedConfig, Qwen2AudioEncoder
 from transformers.masking_utils import create_bidirectional_mask
 
 from benchmarks.record import show, write_record
-from benchmarks.shapes import SHAPES, SOUND_SECONDS, make_hf_folder
+from benchmarks.shapes import AUDIO_SECONDS, SHAPES, make_hf_folder
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.media.clip_plan import ROWS_BEFORE, ClipLengths
 from llava_mcore.models.configs import ModelOptions, part_configs
@@ -108,7 +108,7 @@ def make_clips(hf: PretrainedConfig, number: int, device: torch.device) -> Clips
     """Return clips of random mel frames; the frames after a clip's end are silence."""
     draw, generator = random.Random(0), torch.Generator(device).manual_seed(0)
     bins, most = hf.audio_config.num_mel_bins, 2 * hf.audio_config.max_source_positions
-    seconds = [draw.uniform(*SOUND_SECONDS) for _ in range(number)]
+    seconds = [draw.uniform(*AUDIO_SECONDS) for _ in range(number)]
     lengths = [ClipLengths.of_mel(min(most, round(x * FRAMES_PER_SECOND))) for x in seconds]
     padded = torch.full((number, bins, most), -1.5, device=device)
     rows = []

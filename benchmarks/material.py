@@ -17,7 +17,7 @@ import torch
 from megatron.energon.flavors import BaseWebdatasetFactory
 from PIL import Image, ImageFilter
 
-from benchmarks.shapes import SOUND_SECONDS
+from benchmarks.shapes import AUDIO_SECONDS
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 
@@ -49,7 +49,7 @@ def make_jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation with an image or sound, or none, and perhaps more images."""
+    """One conversation with an image or audio clip, or none, and perhaps more images."""
 
     question: str
     answer: str
@@ -94,17 +94,17 @@ def conversations(
     return samples
 
 
-def make_sound_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_sounds: int = 64) -> Path:
+def make_audio_shards(folder: Path, *, num_samples: int, num_shards: int = 8, num_clips: int = 64) -> Path:
     """Write and index shards of clips with transcripts as long as speech has them: about 3.6 tokens per second."""
     draw = random.Random(0)
     book = " ".join(" ".join(text.split()) for _, text in sorted(topics.items()))
-    lengths = [draw.uniform(*SOUND_SECONDS) for _ in range(num_sounds)]
+    lengths = [draw.uniform(*AUDIO_SECONDS) for _ in range(num_clips)]
     sounds = [make_flac(number, seconds) for number, seconds in enumerate(lengths)]
     samples = []
     for number in range(num_samples):
-        length = round(TOKENS_PER_SECOND * lengths[number % num_sounds])
+        length = round(TOKENS_PER_SECOND * lengths[number % num_clips])
         place = draw.randrange(len(book) - length)
-        answer, sound = book[place : place + length], sounds[number % num_sounds]
+        answer, sound = book[place : place + length], sounds[number % num_clips]
         samples.append(Sample("<audio>\nTranscribe.", answer, None, sound))
     return write_shards(folder, samples, num_shards)
 

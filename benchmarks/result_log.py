@@ -31,7 +31,7 @@ Models are random, in the shapes of the published ones. A row and its peer come 
 - MFU is model FLOPs ([formula](../formulas.md)) against the dense BF16 peak, 989 TFLOP/s. With FP8 it only
   shows how much faster FP8 is.
 - The images are JPEGs in shards, of 640 x 480 unless the heading says otherwise (LLaVA-OneVision: six sizes of
-  photographs; Qwen2.5-VL: sides of 300 to 1600); sounds are FLAC files of 2 to 16 seconds. The loader decodes them
+  photographs; Qwen2.5-VL: sides of 300 to 1600); audio clips are FLAC files of 2 to 16 seconds. The loader decodes them
   during training. The vision tower is frozen unless the heading says otherwise. The language model and the projection
   are trained with AdamW, fp32 master weights and gradients, distributed optimizer, no recomputation. For LoRA,
   AdamW trains adapters of the language model only. "none" is BF16.

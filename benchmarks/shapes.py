@@ -61,7 +61,7 @@ from benchmarks.shape_sizes import (
 Size = tuple[int, int]
 """Width and height of an image in pixels."""
 
-SOUND_SECONDS = (2.0, 16.0)
+AUDIO_SECONDS = (2.0, 16.0)
 """Range of the lengths of clips, drawn uniformly; roughly that of LibriSpeech."""
 NO_PICTURES: tuple[Size, ...] = ()
 ONE_SIZE: tuple[Size, ...] = ((640, 480),)
@@ -82,7 +82,7 @@ Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_m
 @dataclass(frozen=True)
 class Shape:
     """A tower and a decoder in one of Hugging Face's classes, and the sizes of the images that it is measured on
-    (NO_PICTURES: sounds).
+    (NO_PICTURES: audio clips).
 
     `vision`, `text`: fields of their configs. `tower`: ignored by classes that have one of their own.
     """
@@ -118,7 +118,7 @@ SHAPES: dict[str, Shape] = {
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 QWEN_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
-SOUND_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
+AUDIO_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} ASSISTANT:{% else %}"
     "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
@@ -129,7 +129,7 @@ QWEN_TEMPLATE = TEMPLATE.replace(
 )
 
 
-SOUND_TEMPLATE = TEMPLATE.replace(
+AUDIO_TEMPLATE = TEMPLATE.replace(
     "USER: {{ m.content }}",
     "USER: {{ m.content | replace('<|AUDIO|>', '<|audio_bos|><|AUDIO|><|audio_eos|>') }}",
 )
@@ -155,7 +155,7 @@ def chat_tokenizer(
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        extra_special_tokens={"audio_token" if image_token == SOUND_SPECIAL[4] else "image_token": image_token},
+        extra_special_tokens={"audio_token" if image_token == AUDIO_SPECIAL[4] else "image_token": image_token},
         chat_template=template,
     )
 
@@ -275,14 +275,14 @@ def _write_qwen3(
 
 def _write_audio(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:
     """Write a folder of Qwen2AudioForConditionalGeneration, which takes 30 seconds in 128 mel bins."""
-    tokenizer = make_tokenizer(SOUND_SPECIAL, SOUND_TEMPLATE)
+    tokenizer = make_tokenizer(AUDIO_SPECIAL, AUDIO_TEMPLATE)
     config = Qwen2AudioConfig(
         audio_config={**shape.vision, "model_type": "qwen2_audio_encoder", "num_mel_bins": 128},
         text_config={**text, "model_type": "qwen2"},
         audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
     )
     extractor = WhisperFeatureExtractor(feature_size=128)
-    return _save(folder, config, Qwen2AudioProcessor(extractor, tokenizer, chat_template=SOUND_TEMPLATE))
+    return _save(folder, config, Qwen2AudioProcessor(extractor, tokenizer, chat_template=AUDIO_TEMPLATE))
 
 
 def _save(folder: Path, config: PretrainedConfig, *parts: Any) -> PretrainedConfig:

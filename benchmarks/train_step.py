@@ -33,7 +33,7 @@ from typing import get_args
 import torch
 
 from benchmarks import read_trace
-from benchmarks.material import make_shards, make_sound_shards, make_weights
+from benchmarks.material import make_audio_shards, make_shards, make_weights
 from benchmarks.peer_model import Reshard
 from benchmarks.peers.run import chosen, product, refused
 from benchmarks.record import RESERVED, ROOT, show, write_record
@@ -90,13 +90,13 @@ def main() -> None:
 
 
 def make_data(where: Path, sizes: Sequence[Size], num_samples: int, num_images: int) -> None:
-    """Make shards that appear under their name when they are complete. `sizes`: of images; none for sounds."""
+    """Make shards that appear under their name when they are complete. `sizes`: of images; none for audio clips."""
     parts = where.with_name(where.name + ".partial")
     shutil.rmtree(parts, ignore_errors=True)
     if sizes:
         make_shards(parts, num_samples=num_samples, sizes=sizes, num_images=num_images)
     else:
-        make_sound_shards(parts, num_samples=num_samples)
+        make_audio_shards(parts, num_samples=num_samples)
     parts.rename(where)
 
 

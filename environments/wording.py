@@ -40,11 +40,14 @@ EVERYWHERE = {
     r"(Error|raises) as of": "like",
     r"must not exist or be empty": "must be new or empty",
     r"passed over": "skipped",
+    r"(an?|the|of|or|and|with|without|for|every|each|no|take|takes|only) (?-i:[Ss]ounds?)(?! so)": "audio, audio clip",
+    r"(?-i:[Ss]ounds?) (files?|clips?|that|missing)": "audio, audio clip",
     r"(final|initial|normal|token|(de)?quant)is(ations?|e[ds]?|ing)": "-ize",
 }
 PAGES = {
     r"(?<![\"/-])pictures?(?![\".-])": "image",
     r"box(es)?": "slice",
+    r"(?<![\"/.-])sounds?(?![\"/.-])": "audio, audio clip",
 }
 """Word or phrase -> what to write instead. `PAGES` applies to the documentation only."""
 
@@ -62,6 +65,8 @@ IDENTIFIERS = {
     "whole": "full, or what it is",
     "most": "most_…, max_…, limit, capacity",
     "mine": "local, own_…",
+    "sound": "audio",
+    "sounds": "audios, clips",
     "ours": "megatron_…",
     "theirs": "hf_…",
     "what": "what it is",

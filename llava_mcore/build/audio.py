@@ -39,9 +39,9 @@ from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.atomic import require_absent
 from llava_mcore.media.clip_plan import AudioPlan, check_extractor
 from llava_mcore.models.audio.qwen2_audio import Qwen2AudioTower
-from llava_mcore.templates.named import SOUND_TOKENS
+from llava_mcore.templates.named import AUDIO_TOKENS
 
-NAMED_TOKENS = dict(zip(("audio_bos_token", "audio_token", "audio_eos_token"), SOUND_TOKENS, strict=True))
+NAMED_TOKENS = dict(zip(("audio_bos_token", "audio_token", "audio_eos_token"), AUDIO_TOKENS, strict=True))
 """Special tokens, by the names under which the class's processor asks the tokenizer for them."""
 PICTURE_FLAGS = {
     "vision_model": "--vision-model",
@@ -93,7 +93,7 @@ def build_audio(options: BuildOptions, say: Say) -> list[Part]:
     model = _compose(text, encoder, ids, seed=options.seed, say=say)
     model.generation_config = generation
     seconds, width = extractor.n_samples / extractor.sampling_rate, model.config.text_config.hidden_size
-    say(f"  features: 25 tokens per second, at most {seconds:g} seconds of sound")
+    say(f"  features: 25 tokens per second, at most {seconds:g} seconds of audio")
     say(f"projector: {encoder_config.d_model} -> {width}, new weights from seed {options.seed}")
     check = partial(check_folder, config=model.config, processor=processor)
     write_folder(model, tensors_to_write(model), processor, options, check)
@@ -200,11 +200,11 @@ def check_folder(folder: Path, *, config: PretrainedConfig, processor: Processor
     read_processor, problems_of_text = check_text(folder, tokenizer, processor)
     errors += problems_of_text
     plan, wave = AudioPlan(read_config, read_processor.feature_extractor), np.zeros(12_345, np.float32)
-    sound: dict[str, Any] = {"audio": [wave], "sampling_rate": plan.sampling_rate}
-    ids = read_processor(text=f"{read_processor.audio_token}?", **sound)["input_ids"][0]
+    audio: dict[str, Any] = {"audio": [wave], "sampling_rate": plan.sampling_rate}
+    ids = read_processor(text=f"{read_processor.audio_token}?", **audio)["input_ids"][0]
     placeholders, (expected,) = list(ids).count(read_config.audio_token_id), plan.audio_tokens([len(wave)])
     if placeholders != len(expected):
-        errors.append(f"processor: {placeholders} placeholders for a sound, but the model computes {len(expected)}")
+        errors.append(f"processor: {placeholders} placeholders for a clip, but the model computes {len(expected)}")
     if errors:
         raise ConversionError(problems("the folder differs from what was written", errors))
 

@@ -23,11 +23,11 @@ from llava_mcore.build.options import VOCAB_MULTIPLE, Say
 from llava_mcore.build.sources import ModelSource, check_loaded, reading, require_clear_weights, require_tokenizer_files
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.language.families.registry import texts_of_any_class
-from llava_mcore.templates.named import SOUND_TOKENS
+from llava_mcore.templates.named import AUDIO_TOKENS
 
 IMAGE_TOKEN = "<image>"
 VIDEO_TOKEN = "<video>"
-AUDIO_TOKEN = SOUND_TOKENS[1]
+AUDIO_TOKEN = AUDIO_TOKENS[1]
 PAD_TOKEN = "<pad>"
 _SMALLEST_VOCABULARY = 32
 

@@ -47,13 +47,14 @@ class DataCheck:
     key: str | None
     """Show this sample instead of checking the dataset."""
     json_file: Path | None
+    sample_multiple: int = 1
 
 
 def check_data(check: DataCheck, assets: Assets) -> int:
     """Run the check; returns 0 if the data can be used for training, else 2.
 
     Raises:
-        ConfigError: no image or sound fits into a sample.
+        ConfigError: no image or audio clip fits into a sample.
         DataError: the report cannot be written.
     """
     console = Console(highlight=False)
@@ -74,7 +75,7 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
     """Check files and samples; the examiner is None if the data cannot be opened.
 
     Raises:
-        ConfigError: no image or sound fits into a sample.
+        ConfigError: no image or audio clip fits into a sample.
     """
     data = DataConfig(seq_length=check.seq_length, max_media_tokens=check.max_media_tokens)
     check_budgets(data, assets)
@@ -87,9 +88,7 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
     except DataError as error:
         stop.append(str(error))
     try:
-        examiner = Examiner(
-            check.data_path, assets, seq_length=check.seq_length, max_media_tokens=check.max_media_tokens
-        )
+        examiner = _examiner(check, assets)
     except DataError as error:
         stop = stop or [str(error)]  # otherwise another message has reported it
     # Every shard is looked at; with --full, every sample.
@@ -110,6 +109,7 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
         max_media_tokens=check.max_media_tokens,
         unit=assets.plan.unit,
         packing_buffer_size=DEFAULTS.packing_buffer_size,
+        sample_multiple=check.sample_multiple,
         max_skip_rate=check.max_skip_rate,
         full=sum(len(indices) for _, indices in tasks) == sum(d.num_samples for d in datasets),
         seconds=time.perf_counter() - start,
@@ -120,6 +120,16 @@ def examine(check: DataCheck, assets: Assets) -> tuple[DataReport, Examiner | No
         has_pairs=paired,
     )
     return report, examiner
+
+
+def _examiner(check: DataCheck, assets: Assets) -> Examiner:
+    return Examiner(
+        check.data_path,
+        assets,
+        seq_length=check.seq_length,
+        max_media_tokens=check.max_media_tokens,
+        sample_multiple=check.sample_multiple,
+    )
 
 
 def _has_pairs(dataset: Path | EPath) -> bool:
@@ -160,8 +170,7 @@ def _show(examiner: Examiner, report: DataReport, assets: Assets, console: Conso
 def _show_one(check: DataCheck, key: str, assets: Assets, console: Console) -> int:
     """Print every conversation of one sample; returns 0 if training uses it, else 2."""
     check_dataset(check.data_path, takes_pairs=True)
-    seq_length, max_patches = check.seq_length, check.max_media_tokens
-    examiner = Examiner(check.data_path, assets, seq_length=seq_length, max_media_tokens=max_patches)
+    examiner = _examiner(check, assets)
     finding = examiner.examine(*find(examiner.datasets, key))
     if finding.status == "used":
         for tokens in examiner.conversations(finding):

@@ -36,7 +36,15 @@ READ_ERRORS = (OSError, ValueError, tarfile.TarError)
 class Examiner:
     """Examines samples of a data path by dataset and number."""
 
-    def __init__(self, path: Path, assets: Assets, *, seq_length: int, max_media_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        assets: Assets,
+        *,
+        seq_length: int,
+        max_media_tokens: int | None = None,
+        sample_multiple: int = 1,
+    ) -> None:
         """Open the datasets; nothing is read yet. DataError if energon cannot open them."""
         self.assets = assets
         self._skips = Skips(stop_if_too_long=False)
@@ -46,6 +54,7 @@ class Examiner:
             seq_length=seq_length,
             max_media_tokens=max_media_tokens,
             packing=True,
+            sample_multiple=sample_multiple,
             max_sample_bytes=assets.limits.sample_bytes,
         )
         self._encoder = ChatTaskEncoder(data, assets, self._skips, seed=SEED)
@@ -161,10 +170,10 @@ def _verdict(differing: list[str], encoded: EncodedSample, assets: Assets) -> di
         if is_placeholder.sum() != num_features:
             reasons.append(
                 f"{is_placeholder.sum()} placeholders, but {num_features} features of {len(conversation.media)} "
-                "images, videos and sounds"
+                "images, videos and audio clips"
             )
         if (conversation.trained & is_placeholder).any():
-            reasons.append("the chat template trains the model on the placeholders of an image, video or sound")
+            reasons.append("the chat template trains the model on the placeholders of an image, video or audio clip")
         if not conversation.trained.any():
             reasons.append("the chat template trains on nothing in a conversation with an answer")
     num_rows = sum(conversation.num_rows for conversation in encoded.conversations)

@@ -29,7 +29,7 @@ class Finding:
     num_tokens: int = 0
     """Media included; 0 if it could not be tokenized."""
     num_patches: int = 0
-    """Patches of its images, frames and sounds (`MediaPlan.unit`)."""
+    """Patches of its images, frames and audio clips (`MediaPlan.unit`)."""
     num_trained: int = 0
     num_images: int = 0
     num_frames: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class Finding:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Whether it has one or several conversations, and no, one or several images, videos and sounds."""
+        """Whether it has one or several conversations, and no, one or several images, videos and audio clips."""
         counts = (self.num_images, len(self.num_frames), self.num_audios)
         return (min(self.num_conversations, 2), *(min(count, 2) for count in counts))
 

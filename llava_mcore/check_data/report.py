@@ -26,6 +26,8 @@ class DataReport:
     unit: str
     """The unit of `max_media_tokens` (`MediaPlan.unit`)."""
     packing_buffer_size: int
+    sample_multiple: int
+    """Multiple that the lengths of packed samples are rounded up to."""
     max_skip_rate: float
     full: bool
     """Whether every sample was checked."""
@@ -71,7 +73,7 @@ class DataReport:
     @cached_property
     def fill(self) -> float | None:
         """How full packs of seq_length tokens will be; None if no sample fits."""
-        return expected_fill(self.tally.sizes, self.seq_length, self.packing_buffer_size)
+        return expected_fill(self.tally.sizes, self.seq_length, self.packing_buffer_size, multiple=self.sample_multiple)
 
     @property
     def samples_per_pack(self) -> float | None:
@@ -129,7 +131,11 @@ class DataReport:
             },
             "max_media_tokens": self.max_media_tokens,
             "media_tokens_per_sample": {**self.quantiles_of_patches(), "unit": self.unit},
-            "packing": {"buffer_size": self.packing_buffer_size, "fill": self.fill},
+            "packing": {
+                "buffer_size": self.packing_buffer_size,
+                "sample_multiple": self.sample_multiple,
+                "fill": self.fill,
+            },
             "pictures_per_sample": _by_number(tally.images),
             "videos_per_sample": _by_number(tally.videos),
             "frames_per_video": _by_number(tally.frames),

@@ -106,7 +106,7 @@ def _print_lengths(report: DataReport, console: Console) -> None:
         _line(console, f"videos per sample: {_listed(tally.videos)}")
         _line(console, f"frames per video: {_listed(tally.frames)}")
     if any(tally.audios):
-        _line(console, f"sounds per sample: {_listed(tally.audios)}")
+        _line(console, f"audio clips per sample: {_listed(tally.audios)}")
     # What packing and an epoch make of these lengths.
     _print_fill(report, console)
     epoch = report.epoch()
@@ -127,6 +127,7 @@ def _print_fill(report: DataReport, console: Console) -> None:
     else:
         said = f"{report.fill:.1%} full with --packing, about {report.samples_per_pack:.1f} samples each"
     limit = f" and --max-media-tokens {budget}" if budget is not None else ""
+    limit += f", lengths rounded up to multiples of {report.sample_multiple}" if report.sample_multiple > 1 else ""
     _line(console, f"packs of --seq-length {report.seq_length}{limit}: {said}")
 
 
@@ -134,10 +135,16 @@ def _listed(counts: Counter[int]) -> str:
     return ", ".join(f"{value}: {count}" for value, count in sorted(counts.items()))
 
 
+_WORDS = {"pictures": "image", "sounds": "audio clip"}
+
+
 def _epoch_in_words(epoch: dict[str, int]) -> str:
-    """Videos and sounds are only mentioned where there are some. Reports call images pictures, as earlier ones did."""
+    """Return an epoch's counts as text. Videos and audio clips are only mentioned where there are some.
+
+    Reports call images pictures and audio clips sounds, as earlier ones did.
+    """
     said = {name: count for name, count in epoch.items() if count or name not in ("videos", "frames", "sounds")}
-    words = {name: "image" if name == "pictures" else name.removesuffix("s") for name in said}
+    words = {name: _WORDS.get(name, name.removesuffix("s")) for name in said}
     return ", ".join(counted(count, words[name]) for name, count in said.items())
 
 

@@ -79,7 +79,7 @@ class Tally:
     frames: Counter[int] = field(default_factory=Counter)
     """Frames of a video -> number of videos."""
     audios: Counter[int] = field(default_factory=Counter)
-    """Sounds of a sample -> number of samples."""
+    """Audio clips of a sample -> number of samples."""
     num_without_fps: int = 0
     """Videos whose fps is assumed."""
     unused: Counter[str] = field(default_factory=Counter)
@@ -187,13 +187,16 @@ def fitting(sizes: Counter[tuple[int, int]], seq_length: int) -> Counter[tuple[i
     return Counter({size: count for size, count in sizes.items() if size[0] <= seq_length and size[1] <= LEVELS})
 
 
-def expected_fill(sizes: Counter[tuple[int, int]], seq_length: int, buffer_size: int) -> float | None:
+def expected_fill(
+    sizes: Counter[tuple[int, int]], seq_length: int, buffer_size: int, *, multiple: int = 1
+) -> float | None:
     """Return how full the packs of such samples will be, from 0 to 1; None if none fits.
 
     A stream of samples is drawn with their frequencies, and packed as in the loader.
 
     Args:
         sizes: `Tally.sizes`.
+        multiple: multiple that lengths are rounded up to.
     """
     usable = fitting(sizes, seq_length)
     if not usable:
@@ -201,4 +204,5 @@ def expected_fill(sizes: Counter[tuple[int, int]], seq_length: int, buffer_size:
     values = sorted(usable)
     drawn = random.Random(0).choices(values, [usable[value] for value in values], k=DRAWN)
     media = PatchBudget([steps for _, steps in drawn], LEVELS)
-    return online_fill([length for length, _ in drawn], seq_length, buffer_size, media)
+    lengths = [length for length, _ in drawn]
+    return online_fill(lengths, seq_length, buffer_size, media, multiple=multiple)

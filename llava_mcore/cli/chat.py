@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore chat",
         allow_abbrev=False,
-        description="Chat about images, videos or sounds with a Hugging Face folder's model in the terminal. /help "
+        description="Chat about images, videos or audio with a Hugging Face folder's model in the terminal. /help "
         "lists the commands, such as /image FILE. Runs on a GPU if there is one.",
     )
     p.add_argument("--hf-dir", type=Path, required=True, help="Hugging Face folder")

@@ -65,10 +65,18 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         "--seq-length", type=int, default=DEFAULTS.seq_length, help="maximum tokens of a sample (default 2048)"
     )
     p.add_argument(
+        "--sample-multiple",
+        type=positive,
+        default=1,
+        metavar="M",
+        help="multiple that the lengths of packed samples are rounded up to, 2 x --cp of training "
+        "(data.sample_multiple; default 1)",
+    )
+    p.add_argument(
         "--max-media-tokens",
         type=positive,
         metavar="N",
-        help="maximum patches of the images and frames (of sound: 20 ms frames) of a sample, and of a pack "
+        help="maximum patches of the images and frames (of audio: 20 ms frames) of a sample, and of a pack "
         "(data.max_media_tokens; default: any number)",
     )
     add_sample_flags(p)
@@ -172,6 +180,7 @@ def data_check(args: argparse.Namespace) -> DataCheck:
         args.show if isinstance(args.show, int) else 0,
         args.show if isinstance(args.show, str) else None,
         args.json,
+        args.sample_multiple,
     )
 
 
@@ -183,6 +192,8 @@ def _check_data_flags(args: argparse.Namespace) -> None:
         lowest["show"] = 0
     wrong = [f"--{name.replace('_', '-')} must be at least {least}" for name, least in lowest.items()
              if vars(args)[name] < least]  # fmt: skip
+    if args.seq_length % args.sample_multiple:
+        wrong.append(f"--seq-length {args.seq_length} is not a multiple of --sample-multiple {args.sample_multiple}")
     if args.full and isinstance(args.show, str):
         wrong.append(f"--full checks every sample, and --show {args.show} only that one: give one of them")
     if args.max_skip_rate > 1:

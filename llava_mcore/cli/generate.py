@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore generate",
         allow_abbrev=False,
-        description="Answer a question about images, videos or sounds, or all questions of a prepared dataset. "
+        description="Answer a question about images, videos or audio clips, or all questions of a prepared dataset. "
         "A Hugging Face folder is run by transformers, a Megatron checkpoint by tp x pp processes with a key/value "
         "cache. Both give the same tokens. Runs on GPUs if there are any.",
     )
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--question", help="text; <image>, <video> and <audio> may mark positions (default: at the start)")
     one.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="image; may be repeated")
     one.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="video; may be repeated")
-    one.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="sound; may be repeated")
+    one.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be repeated")
     add_frame_flags(one)
     many = p.add_argument_group("the questions of a dataset")
     many.add_argument("--data-path", help="prepared folder or a blend's .yaml")

@@ -89,6 +89,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
     p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
     p.add_argument(
+        "--sample-multiple",
+        type=positive,
+        default=1,
+        metavar="M",
+        help="with --pack-to: round the length of each conversation up to a multiple of M in a pack, 2 x --cp of "
+        "training (default 1)",
+    )
+    p.add_argument(
         "--samples-per-shard",
         type=positive,
         metavar="N",
@@ -104,10 +112,10 @@ def parser() -> argparse.ArgumentParser:
         help="fraction of the tar files, not of the rows, for validation (0)",
     )
     p.add_argument(
-        "--check-images", action="store_true", help="decode every image and sound (default: read its header)"
+        "--check-images", action="store_true", help="decode every image and audio clip (default: read its header)"
     )
     _add_video_flags(p)
-    p.add_argument("--audio-key", help="field with the sounds (default: audio or audios)")
+    p.add_argument("--audio-key", help="field with the audio clips (default: audio or audios)")
     add_sample_flags(p)
     add_pixel_flags(p)
     p.add_argument(
@@ -159,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
         shuffle_seed=None if args.keep_order else args.shuffle_seed,
         counting=_counting(args),
         pack_to=args.pack_to,
+        sample_multiple=args.sample_multiple,
         check_images=args.check_images,
         sampling=Sampling(args.video_fps, args.video_max_frames),
         limits=limits_of(args),
@@ -183,6 +192,7 @@ def run(args: argparse.Namespace) -> int:
     for path in pictures:
         console.print(f"histogram: {path}", soft_wrap=True)
     packed = "" if args.pack_to is None else f" --packing --seq-length {args.pack_to}"
+    packed += f" data.sample_multiple={args.sample_multiple}" if args.sample_multiple > 1 else ""
     data = shlex.quote(str(args.out / BLEND if is_blend else args.out))
     console.print(f"train with --data-path {data}{packed}", soft_wrap=True)
     return 0
@@ -219,6 +229,10 @@ def _check(args: argparse.Namespace) -> None:
     needing = {"--pack-to": args.pack_to, "--chat-template": args.chat_template, "--lang": args.lang}
     if args.tokenizer_load_dir is None:
         errors += [f"{flag} needs --tokenizer-load-dir" for flag, value in needing.items() if value is not None]
+    if args.sample_multiple > 1 and args.pack_to is None:
+        errors.append("--sample-multiple needs --pack-to; other samples are rounded up when training packs them")
+    elif args.pack_to is not None and args.pack_to % args.sample_multiple:
+        errors.append(f"--pack-to {args.pack_to} is not a multiple of --sample-multiple {args.sample_multiple}")
     if args.preference_pairs and args.pack_to is not None:
         errors.append("--pack-to packs conversations, not --preference-pairs")
     if args.keep_order and args.shuffle_seed != parser().get_default("shuffle_seed"):

@@ -89,7 +89,7 @@ def not_filled(
 
 
 def encoded_lengths(encoder: type[PreTrainedModel], num_frames: int) -> tuple[int, int]:
-    """Return the lengths that a sound encoder's class computes for a clip: before and after pooling."""
+    """Return the lengths that an audio encoder's class computes for a clip: before and after pooling."""
     nothing: Any = None  # the method does not use its model
     hidden, features = required(encoder, "_get_feat_extract_output_lengths")(nothing, torch.tensor(num_frames))
     return int(hidden), int(features)

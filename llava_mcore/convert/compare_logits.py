@@ -1,5 +1,5 @@
 """Compares a checkpoint's fp32 logits, computed by several processes over gloo, with Hugging Face's on an image or
-sound.
+audio.
 
 Hugging Face's model runs first, in this process, then the parallel model in its own processes. If logits differ, the
 first module with a different output is reported.
@@ -48,7 +48,7 @@ from llava_mcore.weights.names import HfNames
 
 TOLERANCE = 1e-4
 """Relative to the largest value of a module's output: fp32 sums in another order differ by less."""
-_PROMPT, _SOUND_PROMPT = "Describe this image.", "What is said?"
+_PROMPT, _AUDIO_PROMPT = "Describe this image.", "What is said?"
 _PROCESS_BYTES = 1_000_000_000  # Python with torch, transformers and megatron-core, and activations
 
 
@@ -75,7 +75,7 @@ def check_logits(
     cp: int = 1,
     base_dir: Path | None = None,
 ) -> str:
-    """Compare fp32 logits on a real image or sound with Hugging Face's; return a summary.
+    """Compare fp32 logits on a real image or audio clip with Hugging Face's; return a summary.
 
     Args:
         base_dir: see `load_part`.
@@ -111,7 +111,7 @@ def compare_logits(
     cp: int = 1,
     base_dir: Path | None = None,
 ) -> Agreement:
-    """Run both models on a question about an image, or a sound for a class that takes those.
+    """Run both models on a question about an image, or an audio clip for a class that takes those.
 
     Args:
         checkpoint: folder of one iteration.
@@ -193,20 +193,20 @@ class _ComparedPrompt:
 
 
 def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPrompt:
-    """Return a question about an image or sound, from the folder's own processor."""
-    # The processor, and the image or sound.
+    """Return a question about an image or audio clip, from the folder's own processor."""
+    # The processor, and the image or audio clip.
     takes_audio = architecture_of(hf).takes_audios
     try:
         processor = AutoProcessor.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
         wave = _wave(hf, processor, example) if takes_audio else None
         image = None if takes_audio else decode_image(example.read_bytes())
     except (DataError, OSError, ValueError, KeyError, ImportError) as error:
-        medium = "sound" if takes_audio else "image"
+        medium = "audio clip" if takes_audio else "image"
         raise ConversionError(
             f"comparing logits needs {with_article(medium)} and a processor in {hf_dir}: {why_not_loaded(error)}"
         ) from error
     # The question, through the chat template if there is one.
-    kind, asked = ("audio", _SOUND_PROMPT) if takes_audio else ("image", _PROMPT)
+    kind, asked = ("audio", _AUDIO_PROMPT) if takes_audio else ("image", _PROMPT)
     text = f"{processor.audio_token if takes_audio else processor.image_token}\n{asked}"
     if processor.chat_template is not None:
         content = [{"type": kind}, {"type": "text", "text": asked}]
@@ -238,7 +238,7 @@ def _prompt(hf: PretrainedConfig, hf_dir: Path, example: Path) -> _ComparedPromp
 
 
 def _wave(hf: PretrainedConfig, processor: ProcessorMixin, file: Path) -> NDArray[np.float32]:
-    """Return a sound file as training decodes it, [samples]. DataError if it cannot be used."""
+    """Return an audio file as training decodes it, [samples]. DataError if it cannot be used."""
     require_libraries()
     data, plan = file.read_bytes(), AudioPlan(hf, processor.feature_extractor)
     plan.audio_tokens([audio_length(data, plan.sampling_rate)])

@@ -34,7 +34,7 @@ from llava_mcore.parallel.batch import longest_media
 Videos = Sequence[Sequence[VideoShape | tuple[int, int, int]]]
 """For each row: number of frames, their height and width in pixels."""
 Audios = Sequence[Sequence[int]]
-"""For each row: the number of samples of its sounds."""
+"""For each row: the number of samples of its audio clips."""
 
 
 def model_inputs(
@@ -52,11 +52,11 @@ def model_inputs(
         inputs: its output, with input_ids [b, s].
         sizes: height and width in pixels of the images of each row.
         videos: number of frames, height and width in pixels of the videos of each row; None without any.
-        audios: number of samples of the sounds of each row, as the processor was given them; None without any.
+        audios: number of samples of the audio clips of each row, as the processor was given them; None without any.
 
     Raises:
-        ConversionError: an image, video or sound is not expanded to the tokens that the model expects, or the class
-            does not take it.
+        ConversionError: an image, video or audio clip is not expanded to the tokens that the model expects, or the
+            class does not take it.
     """
     ids = inputs["input_ids"]
     media, positions = processed_media(model.hf, processor, inputs, sizes, videos, audios)
@@ -82,8 +82,8 @@ def processed_media(
     """
     architecture = architecture_of(hf)
     if architecture.takes_audios:
-        return _processed_sounds(hf, processor, inputs, sizes, videos, audios)
-    _refuse(architecture, "sounds", audios, classes_that_take_audios())
+        return _processed_audios(hf, processor, inputs, sizes, videos, audios)
+    _refuse(architecture, "audio clips", audios, classes_that_take_audios())
     of_videos = processor.video_processor if architecture.takes_videos else None
     plan = architecture.media(hf, Processing(processor.tokenizer, processor.image_processor, {}, of_videos))
     pictures = [plan.tokens(row) for row in sizes]
@@ -97,7 +97,7 @@ def processed_media(
     return _placed(plan, inputs["input_ids"].numpy(), {"image": pictures, "video": clips}, pixels)
 
 
-def _processed_sounds(
+def _processed_audios(
     hf: PretrainedConfig,
     processor: ProcessorMixin,
     inputs: Mapping[str, Tensor],
@@ -105,7 +105,7 @@ def _processed_sounds(
     videos: Videos | None,
     audios: Audios | None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """As `processed_media`, of a class that takes sound: its processor pads every clip, here all are packed."""
+    """As `processed_media`, of a class that takes audio: its processor pads every clip, here all are packed."""
     architecture = architecture_of(hf)
     _refuse(architecture, "images", sizes, ())
     _refuse(architecture, "videos", videos, classes_that_take_videos())
@@ -115,7 +115,7 @@ def _processed_sounds(
     padded = inputs["input_features"] if flat else ()
     rows = [plan.rows_of(features, item) for features, item in zip(padded, flat, strict=True)]
     frames = torch.cat(rows) if rows else torch.empty(0, *architecture.pixel_shape(hf))
-    return _placed(plan, inputs["input_ids"].numpy(), {"sound": clips}, frames)
+    return _placed(plan, inputs["input_ids"].numpy(), {"audio clip": clips}, frames)
 
 
 def _refuse(
@@ -166,7 +166,7 @@ def _video_tokens(architecture: Architecture, plan: MediaPlan, videos: Videos) -
 
 
 def _starts(ids: NDArray[np.int64], items: Sequence[MediaTokens], media_name: str) -> Iterator[int]:
-    """Yield the position at which the tokens of each image (video, sound) start in a row."""
+    """Yield the position at which the tokens of each image (video, audio clip) start in a row."""
     start = 0
     for index, item in enumerate(items):
         last = len(ids) - len(item)

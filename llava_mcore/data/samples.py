@@ -25,12 +25,12 @@ IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 AUDIO_PARTS = ("wav", "flac", "mp3", "ogg")
 """File name suffixes of a sample's parts."""
 IMAGE_MARK, VIDEO_MARK, AUDIO_MARK = "<image>", "<video>", "<audio>"
-"""Marks of images, videos and sounds in a turn's text, independent of the tokenizer's placeholders."""
+"""Marks of images, videos and audio clips in a turn's text, independent of the tokenizer's placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. Each mark in the text refers to the sample's next image, video or sound."""
+    """One message. Each mark in the text refers to the sample's next image, video or audio clip."""
 
     role: Literal["system", "user", "assistant", "tool"]
     text: str
@@ -53,14 +53,14 @@ class Video:
 
 @dataclass(frozen=True, slots=True)
 class Audio:
-    """An encoded sound."""
+    """An encoded audio clip."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns with their images, videos and sounds, not yet decoded, so that a shuffle buffer of them stays small."""
+    """Turns with their images, videos and audio clips, not yet decoded, so that a shuffle buffer stays small."""
 
     turns: tuple[Turn, ...]
     images: tuple[bytes, ...]
@@ -73,7 +73,7 @@ class Conversation:
 
     @property
     def num_media(self) -> dict[str, int]:
-        """Images, videos and sounds by their mark."""
+        """Images, videos and audio clips by their mark."""
         return {IMAGE_MARK: len(self.images), VIDEO_MARK: len(self.videos), AUDIO_MARK: len(self.audios)}
 
     @property
@@ -91,7 +91,7 @@ class ChatSample(Sample):
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """An encoded image, video or sound, and its tokens and position in its conversation."""
+    """An encoded image, video or audio clip, and its tokens and position in its conversation."""
 
     data: bytes | Video | Audio
     start: int
@@ -115,12 +115,12 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenConversation:
-    """A tokenized conversation with encoded images, videos and sounds."""
+    """A tokenized conversation with encoded images, videos and audio clips."""
 
     key: str
     """The sample's key; with a number appended if the sample was packed when it was written."""
     input_ids: NDArray[np.int64]
-    """[n]; every image, video and sound is expanded to its tokens."""
+    """[n]; every image, video and audio clip is expanded to its tokens."""
     trained: NDArray[np.bool_]
     """[n]; True if the model is trained to predict this token (not the one after it)."""
     media: tuple[MediaSpan, ...]
@@ -137,7 +137,7 @@ class TokenConversation:
 
     @property
     def num_patches(self) -> int:
-        """The size of the tower's input: patches of all images and frames, frames of all sounds."""
+        """The size of the tower's input: patches of all images and frames, frames of all audio clips."""
         return sum(item.tokens.num_patches for item in self.media)
 
     @property
@@ -152,7 +152,7 @@ class TokenConversation:
 
     @property
     def num_rows(self) -> int:
-        """Rows of pixel_values: tiles or patches of all images and videos, mel frames of all sounds."""
+        """Rows of pixel_values: tiles or patches of all images and videos, mel frames of all audio clips."""
         return sum(item.tokens.num_rows for item in self.media)
 
 
@@ -164,7 +164,7 @@ class TokenSample(Sample):
     num_tokens: int
     """Tokens of all conversations."""
     num_patches: int = 0
-    """Patches of all their images, frames and sounds."""
+    """Patches of all their images, frames and audio clips."""
 
     @property
     def num_bytes(self) -> int:
@@ -174,7 +174,7 @@ class TokenSample(Sample):
 
 @edataclass
 class EncodedSample(Sample):
-    """A TokenSample with its images, frames and sounds decoded."""
+    """A TokenSample with its images, frames and audio clips decoded."""
 
     conversations: list[TokenConversation]
     pixel_values: Tensor

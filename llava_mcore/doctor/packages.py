@@ -29,7 +29,7 @@ PURPOSES = {
     "delta": "flash-linear-attention: Qwen3.5 on GPUs",
     "muon": "optimizer.name muon",
     "video": "video files in prepare, generate and chat",
-    "audio": "sounds in prepare, generate and chat; sounds in training",
+    "audio": "audio clips in prepare, generate, chat and training",
     "qlora": "--lora-quantize nf4, --load-in-4bit",
     "remote": "data in object stores",
     "dedup": "dedup",

@@ -1,4 +1,4 @@
-"""The named tensors that carry images and sound from the loader's processes to the model.
+"""The named tensors that carry images and audio from the loader's processes to the model.
 
 Each architecture lists the fields of its batches; collation, padding and broadcasts only read `Field`. Pixels are sent
 as bytes, and normalized on the device that computes with them.
@@ -62,7 +62,7 @@ PATCH_POSITIONS = "patch_positions"
 """Row and column of each patch in its image, in the order of PIXEL_VALUES, as in all fields of patches."""
 MEDIA_SEQLENS = "media_seqlens"
 """Lengths of the packed sequences within which patches see each other: an image, a frame of a video, or a clip of
-sound, whose patches are the encoder's hidden frames."""
+audio, whose patches are the encoder's hidden frames."""
 WINDOW_ORDER, WINDOW_SEQLENS = "window_order", "window_seqlens"
 """For layers that see windows: the squares of patches in the order of the windows, and the patches of each window.
 The connector returns features in this order, and FEATURE_POSITIONS are in it too."""
@@ -90,6 +90,16 @@ TABLE_PATCH_FIELDS: Fields = {
     POSITION_ROWS: Field((torch.int64,)),
 }
 """The same for a tower that looks up the position of a patch in its table."""
+IMAGE_POSITIONS, ASPECT_RATIO_IDS = "image_positions", "aspect_ratio_ids"
+"""For decoders that attend to images: the token of each image, and the number of its grid of tiles."""
+ATTENDED_FIELDS: Fields = {
+    PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),
+    PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
+    IMAGE_POSITIONS: Field((torch.int64,), index_of="tokens"),
+    ASPECT_RATIO_IDS: Field((torch.int64,)),
+    MEDIA_SEQLENS: Field((torch.int32,)),
+}
+"""Tiles of images whose features take the place of no token; MEDIA_SEQLENS are the patches of an image's tiles."""
 
 
 AUDIO_FIELDS: Fields = {
@@ -98,7 +108,7 @@ AUDIO_FIELDS: Fields = {
     FEATURE_POSITIONS: Field((torch.int64,), index_of="tokens"),
     MEDIA_SEQLENS: Field((torch.int32,)),
 }
-"""Packed mel frames of clips of sound [rows, mel bins], which nothing normalizes (PIXEL_SCALE has no rows), and the
+"""Packed mel frames of audio clips [rows, mel bins], which nothing normalizes (PIXEL_SCALE has no rows), and the
 hidden frames of each clip."""
 
 
@@ -107,7 +117,7 @@ class MediaWork:
     """The amount of media in a step, from the shapes of their fields.
 
     `num_tiles`: images of the tower's size, for towers that take those. The other counts are for towers that take
-    packed patches or frames of sound: `num_sequences` counts MEDIA_SEQLENS; `num_pairs` and `num_window_pairs` are
+    packed patches or frames of audio: `num_sequences` counts MEDIA_SEQLENS; `num_pairs` and `num_window_pairs` are
     (query, key) pairs, in a layer that sees whole images and in one that sees windows.
     """
 

@@ -1,4 +1,4 @@
-"""Clips of sound as tokens and as rows of mel frames, by the checkpoint's own feature extractor."""
+"""Audio clips as tokens and as rows of mel frames, by the checkpoint's own feature extractor."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class AudioPlan(MediaPlan):
     """Each clip's features replace as many placeholders; a class without images."""
 
     any_size = True
-    unit = "20 ms frames of sound"
+    unit = "20 ms frames of audio"
     # The smallest clip becomes one token, for which the encoder computes two frames from six rows.
     patches_per_tile = 2
     rows_per_tile = 6
@@ -95,7 +95,7 @@ class AudioPlan(MediaPlan):
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return an empty list without images. DataError for images."""
         if sizes:
-            raise DataError("the model takes sounds, not images")
+            raise DataError("the model takes audio clips, not images")
         return []
 
     def audio_tokens(self, num_samples: Sequence[int]) -> list[MediaTokens]:
@@ -116,7 +116,7 @@ class AudioPlan(MediaPlan):
         """Return the mel frames of a clip that the encoder attends to. DataError like `audio_tokens`."""
         if num_samples > self.most_samples:
             raise DataError(
-                f"a sound is {num_samples / self.sampling_rate:.1f} seconds long, but the model takes at most "
+                f"an audio clip is {num_samples / self.sampling_rate:.1f} seconds long, but the model takes at most "
                 f"{self.most_samples / self.sampling_rate:g}; cut it into shorter ones"
             )
         return -(-num_samples // self.hop_length)  # what is left of the extractor's attention mask
@@ -124,7 +124,7 @@ class AudioPlan(MediaPlan):
     def _tokens(self, num_frames: int) -> MediaTokens:
         lengths = ClipLengths.of_mel(num_frames)
         if lengths.features < 1:
-            raise DataError(f"a sound of {num_frames} frames of {self.hop_length} samples is too short for a token")
+            raise DataError(f"a clip of {num_frames} frames of {self.hop_length} samples is too short for a token")
         return MediaTokens(
             ids=np.full(lengths.features, self.audio_token_id, dtype=np.int64),
             num_rows=lengths.rows,

@@ -1,4 +1,4 @@
-"""How images, videos and sound become tokens and tensors: between architectures and the data pipeline."""
+"""How images, videos and audio become tokens and tensors: between architectures and the data pipeline."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VideoShape(NamedTuple):
 
 
 class MediaBudget(NamedTuple):
-    """How much of a pack one image or sound uses. `patches` are counted in `MediaPlan.unit`."""
+    """How much of a pack one image or audio clip uses. `patches` are counted in `MediaPlan.unit`."""
 
     tokens: int
     patches: int
@@ -49,7 +49,7 @@ class MediaBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class Processing:
-    """A folder's settings for images, videos and sound besides its config.json.
+    """A folder's settings for images, videos and audio besides its config.json.
 
     `images`, `videos`, `audios`: None if the class does not take such, or there is no processor for them. `settings`:
     processor_config.json, empty without one.
@@ -69,7 +69,7 @@ class Processing:
 
     @property
     def feature_extractor(self) -> WhisperFeatureExtractor:
-        """The feature extractor of a class that takes sound."""
+        """The feature extractor of a class that takes audio."""
         assert self.audios is not None, "load_assets reports that there is none"
         return self.audios
 
@@ -91,7 +91,7 @@ NOTHING_AROUND = AroundMedia()
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """The tokens of one image, video or clip of sound in a sequence.
+    """The tokens of one image, video or audio clip in a sequence.
 
     `ids`: int64 [n], its placeholders, with marks and separators between them. `num_rows`: its rows of PIXEL_VALUES,
     which are tiles of the tower's size, patches, or mel frames. `num_patches`: what the tower computes on, over all
@@ -148,14 +148,14 @@ DEFAULT_FPS = 24.0
 
 
 class MediaPlan(ABC):
-    """How the images, videos and sound of a checkpoint become tokens and tensors. Loader processes inherit it."""
+    """How the images, videos and audio of a checkpoint become tokens and tensors. Loader processes inherit it."""
 
     image_token_id: int | None = None
     """Placeholder of an image in text that is not expanded yet; None: images are not supported."""
     audio_token_id: int | None = None
-    """The same for a sound."""
+    """The same for an audio clip."""
     sampling_rate: int = 0
-    """Samples per second of sounds."""
+    """Samples per second of audio clips."""
     unit: ClassVar[str] = "patches of images and frames"
     """The unit of `patches_per_tile` and data.max_media_tokens, for messages about a sample."""
     video_token_id: int | None = None
@@ -169,9 +169,11 @@ class MediaPlan(ABC):
     num_axes: int = 1
     """Coordinates of a position: 1, or 3 for time, height and width."""
     patches_per_tile: int
-    """Patches that the tower computes on per tile. Without tiles (packed patches, sound): of the smallest item."""
+    """Patches that the tower computes on per tile. Without tiles (packed patches, audio): of the smallest item."""
     rows_per_tile: int = 1
     """Rows of PIXEL_VALUES, in the same sense."""
+    frames_per_step: int = 1
+    """Frames of a video that share rows of PIXEL_VALUES."""
     tokens_per_tile: int
     """Tokens, in the same sense. If the number varies, rarely fewer. Determines the size of pixel buffers."""
     around_media: AroundMedia = NOTHING_AROUND
@@ -221,6 +223,17 @@ class MediaPlan(ABC):
         processed = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
         return processed["pixel_values_videos"][0]
 
+    def chunk_pixels(self, processor: BaseVideoProcessor, frames: Tensor, video: VideoShape, **options: Any) -> Tensor:
+        """Return the rows of some consecutive frames of a video, whose rows follow each other.
+
+        Args:
+            frames: like that of `video_pixels`; their number is a multiple of `frames_per_step`, unless they are the
+                last ones.
+            video: the shape of the whole video.
+        """
+        processed = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
+        return processed["pixel_values_videos"][0]
+
     @abstractmethod
     def tokens(self, sizes: Sequence[Size]) -> list[MediaTokens]:
         """Return the tokens of a conversation's images. Without `any_size`, the sizes are ignored."""
@@ -230,17 +243,17 @@ class MediaPlan(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support videos")
 
     def audio_tokens(self, num_samples: Sequence[int]) -> list[MediaTokens]:
-        """Return the tokens of a conversation's clips of sound. Only called if there is an `audio_token_id`."""
-        raise NotImplementedError(f"{type(self).__name__} does not support sound")
+        """Return the tokens of a conversation's audio clips. Only called if there is an `audio_token_id`."""
+        raise NotImplementedError(f"{type(self).__name__} does not support audio")
 
     @property
     def smallest(self) -> MediaBudget:
-        """The least that an image uses; without images, a sound."""
+        """The least that an image uses; without images, an audio clip."""
         return MediaBudget(self.tokens_per_tile, self.patches_per_tile)
 
     @property
     def largest(self) -> MediaBudget | None:
-        """The most that an image (or sound) uses; None: the range of the image processor's areas decides."""
+        """The most that an image (or audio clip) uses; None: the range of the image processor's areas decides."""
         return None
 
     @property

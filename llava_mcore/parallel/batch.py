@@ -187,7 +187,7 @@ MediaLengths = Mapping[str, Sequence[int]]
 class Items:
     """The parts of a micro-batch that belong to each item, in the order of the items.
 
-    `costs`: work of each item, of which ranks get about the same: patches, or hidden frames of sound. `num_features`:
+    `costs`: work of each item, of which ranks get about the same: patches, or hidden frames of audio. `num_features`:
     rows of the tower's output. `rows`: rows of the fields that are divided; the others are whole on every rank.
     `numbering`: those of them whose values count their own rows from 0.
     """

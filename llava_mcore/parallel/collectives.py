@@ -1,5 +1,8 @@
-"""Collective calls that torch does not have: a fast sum of a few numbers over hosts, an exchange of parts of tensors, each
-with its own addressee, and a comparison of replicated parameters bit for bit."""
+"""Collective calls that torch does not have.
+
+A fast sum of a few numbers over hosts, an exchange of parts of tensors, each with its own addressee, and a comparison
+of replicated parameters bit for bit.
+"""
 
 from __future__ import annotations
 

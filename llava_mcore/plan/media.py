@@ -1,4 +1,4 @@
-"""Images and sounds in numbers: the tokens and the tower's work of an image of a given size.
+"""Images and audio in numbers: the tokens and the tower's work of an image of a given size.
 
 These are the rules of `media.anyres`, `models.vision.patch_plan` and transformers' processors, without their arrays;
 sizes at the edge of a rounding may differ by a row.
@@ -13,7 +13,7 @@ from llava_mcore.plan.model import Model
 from llava_mcore.plan.work import Work
 
 MEL_RATE = 100
-"""Mel frames of a second of sound; two become a position of the encoder, and two of these a token."""
+"""Mel frames of a second of audio; two become a position of the encoder, and two of these a token."""
 
 
 @lru_cache(4096)
@@ -71,7 +71,7 @@ def _tiles(model: Model, width: int, height: int) -> tuple[int, int]:
         rows, columns = math.ceil(height * scale / side), math.ceil(width * scale / side)
         tiles = 1 if rows * columns == 1 else rows * columns + 1
         return tiles, tiles * (per_tile + 2) + rows + 2
-    return 1, per_tile
+    return 1, 1 if model.model_type == "mllama" else per_tile
 
 
 def _anyres(model: Model, width: int, height: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation. `text`: tokens beside those of media. `pictures`: widths and heights. `seconds`: of its sound."""
+    """A conversation. `text`: tokens beside those of media. `pictures`: widths and heights. `seconds`: of its audio."""
 
     text: int
     trained: int

@@ -12,7 +12,7 @@ from llava_mcore.prepare.row_types import CheckedConversation, Skipped
 
 JSON_NAMES = {"images": "pictures", "audios": "sounds", "audio_seconds": "sound_seconds"}
 """Names in files, where they differ from those of the fields."""
-COUNTERS = ("reasons", "typed", "roles", "unused", "notes")
+COUNTERS = ("reasons", "typed", "roles", "unused", "notes", "miscounted")
 """Fields of `PrepareCounts` that count by name."""
 BINS_PER_OCTAVE = 8
 """Histograms have bins of equal width on a logarithmic axis, so that they stay small for any data."""
@@ -70,7 +70,7 @@ class PrepareCounts:
     """Videos that do not say how many frames belong to a second."""
     audios: int = 0
     audio_seconds: int = 0
-    """Seconds of all sounds, each rounded to a whole number."""
+    """Seconds of all audio clips, each rounded to a whole number."""
     bytes: int = 0
     """Size of the shards in bytes."""
     tokens: Histogram = field(default_factory=Histogram)
@@ -87,6 +87,8 @@ class PrepareCounts:
     """Rows by the keys in them that nothing reads."""
     notes: Counter[str] = field(default_factory=Counter)
     """Conversations by their notes (`row_types.FILLED`, …)."""
+    miscounted: Counter[str] = field(default_factory=Counter)
+    """Of each shard, the first row with a video file whose header has a wrong number of frames, and these numbers."""
 
     @property
     def skipped(self) -> int:
@@ -109,6 +111,9 @@ class PrepareCounts:
         self.audio_seconds += sum(round(audio.seconds) for audio in conversation.audios)
         self.typed.update(conversation.typed)
         self.notes.update(conversation.notes)
+        problem = next((video.header_problem for video in conversation.videos if video.header_problem), None)
+        if problem is not None and not self.miscounted:
+            self.miscounted[f"{conversation.source['file']}, row {conversation.source['index']}: {problem}"] = 1
         frames = (frame for video in conversation.videos for frame in video.frames)
         for image in (*conversation.images, *frames):
             self.sides.add(max(image.size))

@@ -1,4 +1,4 @@
-"""A row's dictionary -> turns and references to images, videos and sounds. No file is opened here.
+"""A row's dictionary -> turns and references to images, videos and audio clips. No file is opened here.
 
 Known layouts, distinguished by their keys: `conversations` or `messages` (lists of turns, `from`/`value` or
 `role`/`content`, content as text or in typed parts), the fields of `ROW_LAYOUTS`, and question with answer.
@@ -70,7 +70,7 @@ class Keys:
 
     @property
     def audios(self) -> tuple[str, ...]:
-        """Fields that may contain sounds."""
+        """Fields that may contain audio clips."""
         return ("audio", "audios") if self.audio is None else (self.audio,)
 
     @property
@@ -86,7 +86,7 @@ class Keys:
 
     @property
     def media(self) -> dict[str, tuple[str, ...]]:
-        """Fields that may contain images, videos and sounds, by mark."""
+        """Fields that may contain images, videos and audio clips, by mark."""
         return {IMAGE_MARK: self.images, VIDEO_MARK: self.videos, AUDIO_MARK: self.audios}
 
     def all(self) -> frozenset[str]:

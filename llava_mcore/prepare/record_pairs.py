@@ -50,7 +50,7 @@ def parse_pair(
         raise BadSample(Reason.NO_ANSWER, f"--preference-pairs, but there is no {' and no '.join(missing)}")
     chosen, rejected = (parse(_with_answer(row, row[key], keys), keys, layout, untaken) for key in PAIR)
     if (chosen.images, chosen.videos, chosen.audios) != (rejected.images, rejected.videos, rejected.audios):
-        raise BadSample(Reason.DIFFERENT, "the images, videos or sounds of the two answers differ")
+        raise BadSample(Reason.DIFFERENT, "the images, videos or audio clips of the two answers differ")
     # What comes before both answers is the prompt.
     same = takewhile(lambda turns: turns[0] == turns[1], zip(chosen.turns, rejected.turns, strict=False))
     num_same = sum(1 for _ in same)

@@ -1,4 +1,4 @@
-"""The content of a turn -> text with marks, and references to images, videos and sounds. No file is opened here."""
+"""The content of a turn -> text with marks, and references to images, videos and audio. No file is opened here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PART_KEYS = {
     VIDEO_MARK: ("video_url", "video", "url", "path", "base64", FRAMES_KEY),
     AUDIO_MARK: ("audio_url", "audio", "url", "path", "base64"),
 }
-"""Keys of a typed part that may refer to its image, video or sound."""
+"""Keys of a typed part that may refer to its image, video or audio clip."""
 OPTIONS = {IMAGE_MARK: IMAGE_OPTIONS, VIDEO_MARK: VIDEO_OPTIONS}
 """Keys of a typed part that say how its image or video is read."""
 ASKING = ("user", "tool")
@@ -36,7 +36,7 @@ ASKING = ("user", "tool")
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """An image, video or sound among typed parts."""
+    """An image, video or audio clip among typed parts."""
 
     mark: str
     source: Any
@@ -53,7 +53,7 @@ class TurnContent:
 
     @property
     def text(self) -> str:
-        """One text, with images, videos and sounds as marks on their own lines."""
+        """One text, with images, videos and audio clips as marks on their own lines."""
         text, after_media = "", False
         for piece in self.pieces:
             is_media = isinstance(piece, MediaPart)
@@ -144,7 +144,7 @@ def refuse_marks(text: str, role: str, where: str, untaken: Collection[str] = ()
 
 
 def place_marks(draft: Draft) -> Draft:
-    """Return the draft with as many `<image>` as images, `<video>` as videos and `<audio>` as sounds.
+    """Return the draft with as many `<image>` as images, `<video>` as videos and `<audio>` as audio clips.
 
     Those of which there is no mark at all get theirs in front of the first question, which may then be nothing else, as
     in captions. Rows with videos and no images may have `<image>` as the mark of videos, as LLaVA-Video's have.
@@ -163,7 +163,7 @@ def place_marks(draft: Draft) -> Draft:
         return draft
     index = next((i for i, turn in enumerate(draft.turns) if turn.role == "user"), None)
     if index is None:
-        raise BadSample(Reason.ROLE_ORDER, "there are images, videos or sounds, but no question for them")
+        raise BadSample(Reason.ROLE_ORDER, "there are images, videos or audio clips, but no question for them")
     turn = draft.turns[index]
     first = replace(turn, text=(missing + turn.text).removesuffix("\n"))
     return replace(draft, turns=(*draft.turns[:index], first, *draft.turns[index + 1 :]))
@@ -191,7 +191,7 @@ def _own_marks_for_videos(draft: Draft) -> Draft:
 
 
 def listed_media(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return the images, videos or sounds that the row lists; empty values mean that there is none."""
+    """Return the images, videos or audio clips that the row lists; empty values mean that there is none."""
     with reason_for(Reason.WRONG_TYPE):
         value = _listed_references(decoded(full_value(row, names)))
     has_lists = isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value)
@@ -211,7 +211,7 @@ def _listed_references(value: Any) -> Any:
 
 
 def _piece(part: Any, where: str) -> str | MediaPart:
-    """Return a typed part as text, image, video or sound."""
+    """Return a typed part as text, image, video or audio clip."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         _check_keys(part, where)

@@ -42,11 +42,11 @@ class Reason(StrEnum):
     FRAME_SIZES = "frames of several sizes"
     NO_VIDEOS = "the model takes no videos"
     NO_IMAGES = "the model takes no images"
-    NO_AUDIOS = "the model takes no sound"
-    AUDIO_MISSING = "sound missing"
-    AUDIO_REMOTE = "sound not on disk"
-    AUDIO_BROKEN = "sound cannot be decoded"
-    AUDIO_LENGTH = "sound too long or too short for the model"
+    NO_AUDIOS = "the model takes no audio"
+    AUDIO_MISSING = "audio missing"
+    AUDIO_REMOTE = "audio not on disk"
+    AUDIO_BROKEN = "audio cannot be decoded"
+    AUDIO_LENGTH = "audio too long or too short for the model"
     SHAPE = "image or video of a shape that the model does not take"
     TEMPLATE = "chat template refuses"
     TOO_LONG = "longer than a pack"
@@ -147,11 +147,13 @@ class VideoFrames:
 
     frames: tuple[ImageFile, ...]
     fps: float | None
+    header_problem: str | None = None
+    """What is wrong about the number of frames in the header of a video file."""
 
 
 @dataclass(frozen=True, slots=True)
 class AudioFile:
-    """An encoded sound."""
+    """An encoded audio clip."""
 
     data: bytes
     extension: str
@@ -160,7 +162,7 @@ class AudioFile:
 
 @dataclass(frozen=True, slots=True)
 class OtherAnswer:
-    """The conversation with the rejected answer of a preference pair, about the same images, videos and sounds."""
+    """The conversation with the rejected answer of a preference pair, about the same images, videos and audio clips."""
 
     turns: tuple[Turn, ...]
     num_tokens: int | None
@@ -186,7 +188,7 @@ class CheckedConversation:
     audios: tuple[AudioFile, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`."""
+    """Remarks that the summary counts: `FILLED`, `THOUGHTLESS`, `MISCOUNTED`."""
     rejected: OtherAnswer | None = None
     """In a preference pair, what these turns are preferred to."""
 
@@ -197,6 +199,8 @@ FILLED = "filled"
 """Note: the template has written its own text into what is trained of an answer."""
 THOUGHTLESS = "thoughtless"
 """Note: the template does not render the reasoning."""
+MISCOUNTED = "miscounted"
+"""Note: the header of a video file has another number of frames than the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ class Options:
     counting: Counting | None = None
     pack_to: int | None = None
     """Tokens of an offline pack; None: no packing."""
+    sample_multiple: int = 1
+    """Multiple that lengths are rounded up to in an offline pack (data.sample_multiple)."""
     check_images: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     """Which frames of video files are kept."""
@@ -234,6 +236,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--shuffle-seed": options.shuffle_seed,
         "--tokenizer-load-dir, --chat-template, --lang, --special-tokens-in-text (hash)": counting,
         "--pack-to": options.pack_to,
+        "--sample-multiple": options.sample_multiple if options.sample_multiple > 1 else None,
         "--check-images": options.check_images,
         "--max-sample-bytes": options.limits.sample_bytes,
         "--max-text-chars": options.limits.text_chars,

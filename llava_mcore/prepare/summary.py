@@ -15,7 +15,7 @@ from llava_mcore.errors import counted
 from llava_mcore.media.media import DEFAULT_FPS
 from llava_mcore.prepare.counts import BINS_PER_OCTAVE, Histogram, add_up
 from llava_mcore.prepare.prepare_source import SKIPPED, Result
-from llava_mcore.prepare.row_types import FILLED, THOUGHTLESS
+from llava_mcore.prepare.row_types import FILLED, MISCOUNTED, THOUGHTLESS
 
 BAR_WIDTH = 40
 MOST_NAMES = 20
@@ -80,6 +80,11 @@ def _notes(result: Result) -> list[str]:
             f"not used: the reasoning of answers in "
             f"{counted(counts.notes[THOUGHTLESS], 'sample')}; the chat template does not render it"
         )
+    if counts.notes[MISCOUNTED]:
+        lines.append(
+            f"{counted(counts.notes[MISCOUNTED], 'sample')} with a video file whose header has a wrong number of "
+            f"frames, which was not used. One is {min(counts.miscounted)}"
+        )
     return lines
 
 
@@ -117,7 +122,7 @@ def _totals(results: Sequence[Result]) -> Table:
     if any(c.videos for c in counts):
         table.add_row("videos", *(f"{c.videos:,} ({counted(c.frames, 'frame')})" for c in counts))
     if any(c.audios for c in counts):
-        table.add_row("sounds", *(f"{c.audios:,} ({c.audio_seconds / 3600:,.2f} h)" for c in counts))
+        table.add_row("audio clips", *(f"{c.audios:,} ({c.audio_seconds / 3600:,.2f} h)" for c in counts))
     table.add_row("shards", *(f"{total:,} ({written:,} new)" for total, written in shards))
     for part in ("train", "val"):
         if any("val" in result.parts for result in results):

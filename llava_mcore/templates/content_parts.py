@@ -1,5 +1,5 @@
 """Adds a preamble to templates that only support plain text, so that they accept typed content (`{"type":
-"image"}`, or `{"type": "audio"}` for a tokenizer with placeholders for sound)."""
+"image"}`, or `{"type": "audio"}` for a tokenizer with placeholders for audio)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from llava_mcore.errors import ConversionError, with_article
 from llava_mcore.templates.bounded import RENDER_ERRORS, check_bounds
-from llava_mcore.templates.named import SOUND_TOKENS, preamble
+from llava_mcore.templates.named import AUDIO_TOKENS, preamble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "".join(SOUND_TOKENS)}
+PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "".join(AUDIO_TOKENS)}
 """Placeholder of each type of part besides text."""
-_NAMES = {"image": "image", "video": "video", "audio": "sound"}
+_NAMES = {"image": "image", "video": "video", "audio": "audio clip"}
 _TEXT = "What does 7f3a show?"
 _ANSWER = "A 9c1e."
 
@@ -30,7 +30,7 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str,
         ConversionError: the template cannot render a question and its answer, with or without an image.
     """
     check_bounds(template, origin)
-    takes_audio = SOUND_TOKENS[1] in tokenizer.get_vocab()
+    takes_audio = AUDIO_TOKENS[1] in tokenizer.get_vocab()
     kinds = ("audio",) if takes_audio else ("image", "video")[: 1 + videos]
     if all(understands_parts(tokenizer, template, kind) for kind in kinds):
         return template
@@ -40,7 +40,7 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str,
 
 
 def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str, kind: str) -> bool:
-    """Return whether a template renders typed content, with one placeholder per image, video or sound."""
+    """Return whether a template renders typed content, with one placeholder per image, video or audio clip."""
     try:
         rendered = _render(tokenizer, template, _conversation(kind, as_parts=True))
     except RENDER_ERRORS:
@@ -76,7 +76,7 @@ def _is_said(rendered: str) -> bool:
 
 
 def _conversation(kind: str, *, as_parts: bool) -> list[dict[str, Any]]:
-    """Return a question about an image (video, sound) and its answer."""
+    """Return a question about an image (video, audio clip) and its answer."""
     if not as_parts:
         question, answer = f"{PLACEHOLDERS[kind]}\n{_TEXT}", _ANSWER
         return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -28,8 +28,8 @@ SPECIAL_TOKENS = {
 }
 """A format's special tokens other than BOS and EOS; its own family's tokenizers have each as one token."""
 
-SOUND_TOKENS = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
-"""Qwen2-Audio's tokens for a sound; the second is its placeholder."""
+AUDIO_TOKENS = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+"""Qwen2-Audio's tokens for an audio clip; the second is its placeholder."""
 
 _OPEN_BEGINNING = ("vicuna", "chatml", "plain")
 """Formats that do not define BOS: it is added if the tokenizer starts texts with it."""
@@ -83,14 +83,14 @@ def flatten_parts() -> str:
     return _resource("flatten_parts")
 
 
-def flatten_sounds() -> str:
-    """Return the preamble that turns every message's content into text, with SOUND_TOKENS for a sound."""
-    return _resource("flatten_sounds")
+def flatten_audios() -> str:
+    """Return the preamble that turns every message's content into text, with AUDIO_TOKENS for an audio clip."""
+    return _resource("flatten_audios")
 
 
 def preamble(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the preamble for what the tokenizer has placeholders for: sound, else images and videos."""
-    return flatten_sounds() if SOUND_TOKENS[1] in tokenizer.get_vocab() else flatten_parts()
+    """Return the preamble for what the tokenizer has placeholders for: audio, else images and videos."""
+    return flatten_audios() if AUDIO_TOKENS[1] in tokenizer.get_vocab() else flatten_parts()
 
 
 def family_format(name: str) -> str:

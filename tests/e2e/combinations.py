@@ -106,7 +106,7 @@ class Trial:
         self.root, self.baselines = root, dict[tuple[str, tuple[str, ...]], Ended]()
 
     def material(self, model: str) -> Path:
-        """Return the folder of a model and its checkpoint; data for all of them lies beside it."""
+        """Return the folder of a model and its checkpoint; data for all of them are beside it."""
         folder, data = self.root / model, self.root / "data"
         if not data.exists():
             make_dataset(data, num_samples=60, num_shards=3)
@@ -215,9 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20, help="combinations that are not refused")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="a model, layouts and features, instead of drawn ones"
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="a model, layouts and features to run")
     parser.add_argument("--logs", type=Path, help="write what wrong rounds printed to this folder")
     parser.add_argument("--markdown", type=Path, help="write the table to this file too")
     args = parser.parse_args(argv)

@@ -29,6 +29,7 @@ from tests.helpers.tiny_audio import RATE, make_hf_audio, wave
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import hf_pictures, make_hf_idefics2
+from tests.helpers.tiny_mllama import attended_inputs, make_hf_mllama
 from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
 
 LLAMA3_ROPE = {
@@ -138,11 +139,12 @@ CASES = [
     Case("qwen3_5", "qwen3_5", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen3_5"),
     Case("qwen3_5_moe", "qwen3_5_moe", {}, ONE_PROCESS, "qwen3_5_moe"),
     Case("qwen2_audio_encoder", "qwen2", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_audio"),
+    Case("mllama", "mllama", {}, (*ONE_PROCESS, (2, 1)), "mllama"),
 ]
 
-SHORT_SOUNDS = Case("qwen2_audio_encoder", "qwen2", {"seconds": 4}, None, "qwen2_audio")
+SHORT_AUDIO = Case("qwen2_audio_encoder", "qwen2", {"seconds": 4}, None, "qwen2_audio")
 """Of long ones nearly all time would be spent in the tower."""
-EACH_CLASS = [next(case for case in (SHORT_SOUNDS, *CASES) if case.architecture == name) for name in ARCHITECTURES]
+EACH_CLASS = [next(case for case in (SHORT_AUDIO, *CASES) if case.architecture == name) for name in ARCHITECTURES]
 """One case of every class: what README's table of capabilities says of adapters and `serve` is tested with these."""
 
 
@@ -156,13 +158,17 @@ def make_case(case: Case, folder: Path) -> Any:
         return make_hf_qwen(folder, case.architecture, **case.options)
     if case.architecture == "qwen2_audio":
         return make_hf_audio(folder, **case.options)
+    if case.architecture == "mllama":
+        return make_hf_mllama(folder)
     return make_hf_llava(folder, architecture=case.architecture, **options)
 
 
 def case_inputs(case: Case, model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
     """Return what the case is tested on: images as its own processor makes them, if their sizes matter."""
     if case.architecture == "qwen2_audio":
-        return sound_inputs(folder)
+        return audio_inputs(folder)
+    if case.architecture == "mllama":
+        return attended_inputs(folder)
     if case.architecture in KINDS:
         plan = load_assets(folder).plan
         assert isinstance(plan, PatchPlan)
@@ -288,7 +294,7 @@ CLIPS = ((0.3, 30.0), (), (7.777, 0.07, 2.0), (29.99,), (1.005, 0.3))
 """Seconds of the clips of each sample."""
 
 
-def sound_inputs(folder: Path) -> dict[str, torch.Tensor]:
+def audio_inputs(folder: Path) -> dict[str, torch.Tensor]:
     """Samples of one length with clips of 0.07 to 30 seconds, and one without, as the folder's processor makes them.
 
     If it takes shorter clips only, they are cut.

@@ -1,4 +1,4 @@
-"""A complete, tiny, random folder of Qwen2-Audio with its own processor, and clips of sound for it."""
+"""A complete, tiny, random folder of Qwen2-Audio with its own processor, and audio clips for it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def encoded(
     subtype: str | None = None,
     endian: str | None = None,
 ) -> bytes:
-    """A sound file of a kind that libsndfile writes. Skips the calling test if soundfile is not installed."""
+    """An audio file of a kind that libsndfile writes. Skips the calling test if soundfile is not installed."""
     soundfile = needs("soundfile")
     buffer = BytesIO()
     mono = wave(seconds, seed, rate=rate)

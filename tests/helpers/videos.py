@@ -66,3 +66,33 @@ def turned(path: Path, degrees: int) -> Path:
     matrix = b"".join(rows) + zero + zero + struct.pack(">i", 0x40000000)
     path.write_bytes(data[:start] + matrix + data[start + 36 :])
     return path
+
+
+def moving_video(
+    path: Path,
+    num_frames: int,
+    *,
+    codec: str = "libx264",
+    options: dict[str, str] | None = None,
+    stamps: Iterable[int] | None = None,
+    size: tuple[int, int] = (64, 48),
+) -> Path:
+    """Write a video of moving noise, of which a decoder needs the frames before to show one.
+
+    Args:
+        stamps: of each frame in 1/25 seconds, for frames that are not shown equally long.
+    """
+    import av
+
+    values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    times = range(num_frames) if stamps is None else list(stamps)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25, options=options or {})
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for number, stamp in zip(range(num_frames), times, strict=True):
+            shown = np.roll(values, (number, 3 * number), (0, 1)) // 2 + np.uint8(number % 100)
+            frame = av.VideoFrame.from_ndarray(shown, format="rgb24")
+            frame.pts = stamp
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path

@@ -1,4 +1,4 @@
-"""Training on sound inside a test world: saved, resumed, and what no step may change."""
+"""Training on audio inside a test world: saved, resumed, and what no step may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of several sizes, videos, sounds and plain text are packed, train the same at every layout, and resume."""
+"""Images of several sizes, videos, audio and plain text are packed, train the same at every layout, and resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.models.architectures.registry import ARCHITECTURES
 from tests.helpers.bad_data_makers import index, messages, write_tar
-from tests.helpers.cases import CASES, EACH_CLASS, SHORT_SOUNDS, make_case
+from tests.helpers.cases import CASES, EACH_CLASS, SHORT_AUDIO, make_case
 from tests.helpers.shards import jpeg, make_dataset
 from tests.helpers.tiny_audio import encoded
 from tests.helpers.tiny_qwen import WITH_EXPERTS
@@ -21,14 +21,15 @@ from tests.helpers.world import run_world
 from tests.parallel import any_size_checks
 
 NUM_SAMPLES = 24
-CONSTANT = {SHORT_SOUNDS.name: {"0.vision_model.position_embeddings.weight"}}
+CONSTANT = {SHORT_AUDIO.name: {"0.vision_model.position_embeddings.weight"}}
 """What training leaves as it is: Whisper's positions are those of sines."""
 SIZES = ((56, 56), (130, 60), (50, 140), (120, 115), (30, 31))
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
-OF_ANY_SIZE = [x for x in CASES if x.architecture not in ("llava", *WITH_EXPERTS)]
-OF_ANY_SIZE = [SHORT_SOUNDS if x.architecture == SHORT_SOUNDS.architecture else x for x in OF_ANY_SIZE]
-RESUMED = [x for x in EACH_CLASS if x.architecture not in WITH_EXPERTS]
-"""Experts need sequence parallelism to train at tp 2; test_experts trains and resumes those."""
+ELSEWHERE = (*WITH_EXPERTS, "mllama")
+"""Experts need sequence parallelism to train at tp 2: test_experts. Mllama has one stage: test_mllama."""
+OF_ANY_SIZE = [x for x in CASES if x.architecture not in ("llava", *ELSEWHERE)]
+OF_ANY_SIZE = [SHORT_AUDIO if x.architecture == SHORT_AUDIO.architecture else x for x in OF_ANY_SIZE]
+RESUMED = [x for x in EACH_CLASS if x.architecture not in ELSEWHERE]
 FIRST_OF_CLASS = {x.architecture: x.name for x in reversed(OF_ANY_SIZE)}
 """Architecture -> its case that trains at (2, 1) or (1, 2), too, in turns; all cases train at (1, 1) and (2, 2)."""
 
@@ -47,8 +48,8 @@ def filmed(index: int) -> dict[str, Any]:
     return {"json": json.dumps(about).encode()} | {name: jpeg(index + i) for i, name in enumerate(names)}
 
 
-def with_sound(number: int) -> dict[str, Any]:
-    """The parts of a sample about no, one or two sounds."""
+def with_audio(number: int) -> dict[str, Any]:
+    """The parts of a sample about no, one or two audio clips."""
     clips = {f"{n}.wav": encoded(0.3 + (5 * number + n) % 7 / 3, number) for n in range(number % 3)}
     asked = ("user", "<audio>\n" * len(clips) + "Which digit is said?")
     return {"json": messages(asked, ("assistant", "It is seven." if number % 2 else "no."))} | clips
@@ -74,7 +75,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # Some have a video beside their image, some a video alone.
     replace |= {i: replace[i] | filmed(i) for i in range(0, NUM_SAMPLES, 3)}
     make_dataset(root / "videos", num_samples=NUM_SAMPLES, replace=replace, sample_type="CrudeWebdataset")
-    write_tar(root / "sounds" / "000000.tar", {f"{i:03d}": with_sound(i) for i in range(NUM_SAMPLES)})
+    write_tar(root / "sounds" / "000000.tar", {f"{i:03d}": with_audio(i) for i in range(NUM_SAMPLES)})
     index(root / "sounds")
     return {"cases": cases, "save_dir": str(root / "runs")}
 

@@ -13,7 +13,7 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.samples import IMAGE_MARK, VIDEO_MARK, Audio, Conversation, Turn
 from llava_mcore.inference.answering.hf_model import HfModel
 from llava_mcore.inference.generation.settings import TokenSampling, read_settings
-from tests.helpers.cases import SHORT_SOUNDS, TWO_ROPES, YARN, Case, make_sharp_case
+from tests.helpers.cases import SHORT_AUDIO, TWO_ROPES, YARN, Case, make_sharp_case
 from tests.helpers.tiny_audio import encoded
 from tests.helpers.videos import noise, video
 from tests.helpers.world import run_world
@@ -38,7 +38,7 @@ CASES = [
     Case("qwen3_vl_moe", "qwen3_vl_moe", {}, None, "qwen3_vl_moe"),
     Case("qwen3_5", "qwen3_5", {}, None, "qwen3_5"),
     Case("qwen3_5_moe", "qwen3_5_moe", {}, None, "qwen3_5_moe"),
-    SHORT_SOUNDS,
+    SHORT_AUDIO,
 ]
 NUM_NEW = 12
 
@@ -46,7 +46,7 @@ NUM_NEW = 12
 def conversations(refused: Collection[str]) -> list[Conversation]:
     """An image, none, two of other sizes, an earlier answer, and a video where the class takes them.
 
-    refused: the marks of media that it does not take. Sounds, if it takes no images.
+    refused: the marks of media that it does not take. Audio clips, if it takes no images.
     """
     if IMAGE_MARK in refused:
         short, long = Audio(encoded(0.3)), Audio(encoded(2.7, 1))

@@ -37,7 +37,7 @@ OF_PICTURES = [
     Conversation((Turn("user", "Is it even?"), SAID), ()),
     Conversation((Turn("user", "<image>\nthis?"), SAID), (PICTURES[1],)),
 ]
-OF_SOUND = [conversation("<audio> <audio>", 0.3, 2.0), conversation("Is it even?"), conversation("<audio>", 1.005)]
+OF_AUDIO = [conversation("<audio> <audio>", 0.3, 2.0), conversation("Is it even?"), conversation("<audio>", 1.005)]
 SIGLIP: dict[str, Any] = {"vision": "siglip", "text": "qwen2"}
 UNDIVIDED = {"intermediate_size": 51, "num_heads": 1}
 """A head that does not divide by two, and an MLP that is padded."""
@@ -60,7 +60,7 @@ CLASSES = {
     "qwen2_5_vl": TinyModel(partial(make_hf_qwen, name="qwen2_5_vl", vision_overrides=UNDIVIDED), OF_QWEN),
     "qwen3_vl": TinyModel(partial(make_hf_qwen, name="qwen3_vl", vision_overrides={"num_heads": 1}), OF_QWEN),
     "idefics2": TinyModel(make_hf_idefics2, OF_IDEFICS),
-    "audio": TinyModel(partial(make_hf_audio, seconds=4), OF_SOUND),
+    "audio": TinyModel(partial(make_hf_audio, seconds=4), OF_AUDIO),
 }
 
 

@@ -53,6 +53,8 @@ def _run(arguments: list[str]) -> int:
     answers = name in ("generate", "chat") and not {"--load-in-4bit", "--load-in-8bit"} & {*arguments}
     if name == "train" or answers:
         skip_unused_imports("wandb")
+    if name == "serve":
+        skip_unused_imports("wandb", "tensorboard", keep=("accelerate",))  # its handler asks for accelerate
     if name in ("check", "prepare"):
         skip_unused_imports("wandb", "tensorboard")
     if not command.uses_gpus or name == "train":
@@ -115,6 +117,6 @@ def skip_unused_here(*, reads_media: bool = False) -> None:
     """Skip what libraries import and a conversion never uses: a third of a command's start.
 
     Args:
-        reads_media: the command reads an image or sound as training does (--logits), and Energon imports more.
+        reads_media: the command reads an image or audio clip as training does (--logits), and Energon imports more.
     """
     skip_unused_imports(*() if reads_media else UNUSED_IMPORTS_HERE)

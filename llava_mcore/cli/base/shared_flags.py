@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from llava_mcore.inference.generation.settings import TokenSampling
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
-LOGITS_HELP = "compare fp32 logits on this image or sound with Hugging Face's, in tp x pp processes over gloo"
+LOGITS_HELP = "compare fp32 logits on this image or audio clip with Hugging Face's, in tp x pp processes over gloo"
 
 BASE_DIR_HELP = "checkpoints with the weights that an adapter was trained on (default: the folder at that time)"
 SPLITS = ("train", "val", "test")
 MEANINGS = {
-    "sample_bytes": "bytes of a sample, its json, images, frames and sounds together",
+    "sample_bytes": "bytes of a sample, its json, images, frames and audio clips together",
     "text_chars": "characters of a conversation",
     "picture_pixels": "width times height of an image or frame",
     "frames": "frames of all videos of a conversation together",

@@ -33,7 +33,7 @@ class Limits:
     """Limits of a sample, so that a single one cannot use all memory or time. Larger samples are skipped."""
 
     sample_bytes: int = 1 << 28
-    """Bytes of its json, images, frames and sounds together, and of each of them."""
+    """Bytes of its json, images, frames and audio clips together, and of each of them."""
     text_chars: int = 1_000_000
     """Characters of all turns of a conversation."""
     picture_pixels: int = 178_956_970
@@ -61,7 +61,7 @@ class DataConfig(Section):
     path: Annotated[DataPath | None, Flag("--data-path")] = None
     """Prepared folder of shards, or the .yaml file of a blend; or the URL of either in an object store."""
     seq_length: Annotated[Size, Flag("--seq-length")] = 2048
-    """Maximum number of tokens of a sample, or of a pack of samples, including those of images, videos and sounds."""
+    """Maximum number of tokens of a sample, or of a pack of samples, including those of images, videos and audio."""
     num_workers: Annotated[int, Flag("--num-workers")] = Field(2, ge=0, le=1024)
     """Loader processes per data-parallel rank; 0 loads in the training process."""
     timeout: Seconds = 600
@@ -94,13 +94,13 @@ class DataConfig(Section):
     """Bytes per node for samples that were read and wait for their pack, divided over its loader processes. Others are
     read again when their pack is built."""
     max_media_tokens: Size | None = None
-    """Maximum number of patches of the images and frames (of sound: 20 ms frames) in a pack (without packing: in a
+    """Maximum number of patches of the images and frames (of audio: 20 ms frames) in a pack (without packing: in a
     sample), so that no rank's tower gets more than fits into memory; a sample with more than that is too long
     (on_too_long). `check` prints how many samples have. Not given: seq_length is the only limit."""
     on_too_long: Annotated[Literal["drop", "truncate", "error"], Flag("--on-too-long")] = "drop"
     """Handling of a conversation longer than seq_length or with more patches than max_media_tokens: it is skipped
-    and counted, truncated (before an image, video or sound that would be cut or exceeds max_media_tokens), or an error
-    that ends the run."""
+    and counted, truncated (before an image, video or audio clip that would be cut or exceeds max_media_tokens), or an
+    error that ends the run."""
     max_skip_rate: Annotated[float, Flag("--max-skip-rate")] = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     min_pixels: Annotated[Size | None, Flag("--min-pixels")] = None
@@ -129,7 +129,7 @@ class DataConfig(Section):
     """Meaning of the tokenizer's special tokens in the text of a conversation, such as <|im_end|> in an answer: plain
     text, or the tokens themselves, for data that relies on it."""
     max_sample_bytes: int = Field(LIMITS.sample_bytes, ge=1, le=1 << 40)
-    """Bytes of a sample, its json, images, frames and sounds together; a larger one is skipped."""
+    """Bytes of a sample, its json, images, frames and audio clips together; a larger one is skipped."""
     max_text_chars: int = Field(LIMITS.text_chars, ge=1, le=1 << 40)
     """Characters of a conversation; a longer one is skipped before it is tokenized."""
     max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)

@@ -55,7 +55,7 @@ class Assets:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     images: MediaPreprocessor
-    """Turns images, videos or sounds into the tower's input."""
+    """Turns images, videos or audio clips into the tower's input."""
     plan: MediaPlan
     pad_token_id: int
     eos_token_id: int
@@ -67,7 +67,7 @@ class Assets:
     video_pixels: PixelRange = field(default_factory=PixelRange)
     """The same for frames of videos; empty too if there is no video processor."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Why samples with images, videos or sounds cannot be used, by their mark; those without a reason can."""
+    """Why samples with images, videos or audio clips cannot be used, by their mark; those without a reason can."""
 
     @property
     def pixel_ranges(self) -> dict[str, PixelRange]:
@@ -93,7 +93,7 @@ def load_assets(
     pixels: PixelRange = PixelRange(),  # noqa: B008  (it cannot be changed)
     video_pixels: PixelRange = PixelRange(),  # noqa: B008
 ) -> Assets:
-    """Load tokenizer, chat template, and the processors of what the class takes: images, videos or sound.
+    """Load tokenizer, chat template, and the processors of what the class takes: images, videos or audio.
 
     Args:
         checkpoint_hf_dir: the Hugging Face files of the checkpoint to train: its config.json is used, and its image
@@ -184,7 +184,7 @@ def _refused(
         videos = preprocessor.no_videos or chat.no_videos
     no_images = None
     if not architecture.takes_images:
-        no_images = f"{architecture.model_class.__name__} does not support images, only sound"
+        no_images = f"{architecture.model_class.__name__} does not support images, only audio"
     reasons = {IMAGE_MARK: no_images, VIDEO_MARK: videos, AUDIO_MARK: processors.audios.reason}
     return {mark: reason for mark, reason in reasons.items() if reason is not None}
 

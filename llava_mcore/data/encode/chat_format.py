@@ -44,7 +44,7 @@ class ChatFormat(ChatText):
         around_media: AroundMedia = NOTHING_AROUND,
     ):
         """`image_token`, `video_token` and `audio_token` are the tokenizer's placeholders for what may be in a
-        conversation; None for what may not. There is one for images or for sound.
+        conversation; None for what may not. There is one for images or for audio.
 
         special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a turn are read.
         around_media: what the class's processor rewrites in a rendered text.
@@ -97,12 +97,12 @@ class ChatFormat(ChatText):
                 )
 
     def text_tokens(self, turns: Sequence[Turn], *, num_images: int, num_videos: int = 0) -> TextTokens:
-        """As `tokens`, of a conversation without sounds."""
+        """As `tokens`, of a conversation without audio clips."""
         return self.tokens(turns, {IMAGE_MARK: num_images, VIDEO_MARK: num_videos})
 
     def tokens(self, turns: Sequence[Turn], media: Mapping[str, int], tools: Tools = ()) -> TextTokens:
         """Tokenize a conversation as Hugging Face's processor does, but with one placeholder per image, video and
-        sound.
+        audio.
 
         The trained answers are marked with their EOS. Raises DataError if marks do not match `media`, which are numbers
         by mark, or the template cannot render the turns and tools.
@@ -155,7 +155,7 @@ class ChatFormat(ChatText):
         """Return a rendered text's encoding, its ids, and which of them are placeholders.
 
         Args:
-            media: numbers of images, videos and sounds by mark.
+            media: numbers of images, videos and audio clips by mark.
             hidden: whether the special tokens that were typed in the turns are hidden in the text.
         """
         try:

@@ -81,7 +81,7 @@ class ChatText:
         self._closing = self._probe_marked() if self._has_marks else self._probe_unmarked()
 
     def render(self, turns: Sequence[Turn], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
-        """Return the rendered turns, with one placeholder per image, video and sound.
+        """Return the rendered turns, with one placeholder per image, video and audio clip.
 
         It ends with the answer's header if `add_generation_prompt`.
         """

@@ -1,4 +1,4 @@
-"""Raw parts of a shard's sample -> its conversations. Images, frames and sounds stay undecoded here."""
+"""Raw parts of a shard's sample -> its conversations. Images, frames and audio clips stay undecoded here."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def cook_chat(sample: dict[str, Any], *, images: FileStore[bytes] | None = None)
     """Cook a sample of a CrudeWebdataset or of a jsonl file.
 
     Its json part holds "messages", or "pack" (several conversations), each with `<image>`, `<video>` and
-    `<audio>` in the positions of images, videos and sounds; or "question", with the answer in a txt part and at most
-    one of each.
+    `<audio>` in the positions of images, videos and audio clips; or "question", with the answer in a txt part and at
+    most one of each.
     If the dataset has a prompt pool, the question may be missing, which counts as an empty one. `media_of` says where
     all of these are; names in a store are read only here.
 
@@ -112,12 +112,12 @@ def _conversation(
 
 
 def _marks_of(conversation: Conversation) -> tuple[str, ...]:
-    """Return a mark for each of its images, videos and sounds."""
+    """Return a mark for each of its images, videos and audio clips."""
     return tuple(mark for mark, count in conversation.num_media.items() for _ in range(count))
 
 
 def _share_media(members: Any, media: SampleMedia, *, has_pool: bool) -> tuple[Conversation, ...]:
-    """Return the conversations of a sample, each with the images, videos and sounds of its marks."""
+    """Return the conversations of a sample, each with the images, videos and audio clips of its marks."""
     if not isinstance(members, list) or not members or not all(isinstance(member, dict) for member in members):
         raise DataError('"pack" must be a list of objects with "messages"')
     conversations, done = [], dict.fromkeys(NAMES, 0)
@@ -139,7 +139,7 @@ def _share_media(members: Any, media: SampleMedia, *, has_pool: bool) -> tuple[C
 
 
 def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, ...]:
-    """Put all images, videos and sounds into an empty question, unless the conversation has marks."""
+    """Put all images, videos and audio clips into an empty question, unless the conversation has marks."""
     if any(mark in turn.text for turn in turns for mark in NAMES):
         return turns
     first = next(index for index, turn in enumerate(turns) if turn.role == "user")
@@ -149,7 +149,7 @@ def _place_media(turns: tuple[Turn, ...], marks: Sequence[str]) -> tuple[Turn, .
 
 
 def with_prompt(turns: Sequence[Turn], prompt: str) -> tuple[Turn, ...]:
-    """Return the turns with the prompt as question if the first one only has images, videos and sounds."""
+    """Return the turns with the prompt as question if the first one only has images, videos and audio clips."""
     first = next(index for index, turn in enumerate(turns) if turn.role == "user")
     marks = turns[first].text.strip()
     if without_marks(marks).strip():

@@ -66,7 +66,7 @@ def tokenize(conversation: Conversation, assets: Assets, key: str) -> TokenConve
 
 
 def check_media(conversation: Conversation, assets: Assets) -> None:
-    """Raise DataError for media that cannot be used, and for too many images, frames or sounds."""
+    """Raise DataError for media that cannot be used, and for too many images, frames or audio clips."""
     limits, frames = assets.limits, conversation.frames
     for mark, count in conversation.num_media.items():
         if count and mark in assets.refused:
@@ -76,7 +76,7 @@ def check_media(conversation: Conversation, assets: Assets) -> None:
     num_bytes = sum(map(len, (*conversation.images, *frames, *(audio.data for audio in conversation.audios))))
     if num_bytes > limits.sample_bytes:
         raise DataError(
-            f"its images, frames and sounds have {num_bytes} bytes; the limit is {limits.sample_bytes} "
+            f"its images, frames and audio clips have {num_bytes} bytes; the limit is {limits.sample_bytes} "
             "(max_sample_bytes)"
         )
 
@@ -94,7 +94,7 @@ def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: 
 
 
 def stored_tokens(conversation: Conversation, assets: Assets) -> TextTokens | None:
-    """Return the tokens that were stored with a conversation, with one placeholder per image, video and sound.
+    """Return the tokens that were stored with a conversation, with one placeholder per image, video and audio clip.
 
     None if there are none, or if they differ from what would be computed now.
 
@@ -181,7 +181,7 @@ def fit(
 
 
 def cut(tokens: TokenConversation, seq_length: int, most_patches: int | None = None) -> TokenConversation:
-    """Return the beginning that keeps to both budgets, without an image, video or sound that would be cut in two.
+    """Return the beginning that keeps to both budgets, without an image, video or audio clip that would be cut in two.
 
     The remaining images keep the tokens that they had among all images.
     """

@@ -1,4 +1,4 @@
-"""The marks of images, videos and sounds in the text of turns, and how a text says that it means no image.
+"""The marks of images, videos and audio clips in the text of turns, and how a text says that it means no image.
 
 `<\\image>` is the text `<image>`, `<\\\\image>` the text `<\\image>`, and so on: a backslash after the bracket is
 removed when the text is rendered.
@@ -14,7 +14,7 @@ from llava_mcore.errors import DataError
 
 TYPES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "audio"}
 """Types of content parts, as Hugging Face's chat templates call them."""
-NAMES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "sound"}
+NAMES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "audio clip"}
 """For messages."""
 LITERAL_REASON = "the model takes no such media"
 """For messages: why a mark is text."""
@@ -54,7 +54,7 @@ def without_marks(text: str) -> str:
 
 
 def check_marks(turns: Iterable[Turn], media: Mapping[str, int], literal: Collection[str] = ()) -> None:
-    """Raise DataError unless turns have as many marks as there are images, videos and sounds (`media`, by mark).
+    """Raise DataError unless turns have as many marks as there are images, videos and audio clips (`media`, by mark).
 
     literal: marks that may be text if there are no media of their kind.
     """

@@ -22,7 +22,7 @@ Render = Callable[[Sequence[Turn], dict[str, str]], str]
 
 
 def probe(mark: str = IMAGE_MARK) -> list[Turn]:
-    """Return a question about an image, a video or a sound, and its answer."""
+    """Return a question about an image, a video or an audio clip, and its answer."""
     return [Turn("user", f"{mark}\n{QUESTION}"), Turn("assistant", ANSWER)]
 
 
@@ -30,7 +30,7 @@ def find_content_format(render: Render, formats: Iterable[dict[str, str]], mark:
     """Return the first format that the template supports, preferably with a system prompt.
 
     Args:
-        mark: of an image, or of a sound for a class that takes sound alone.
+        mark: of an image, or of an audio clip for a class that takes audio alone.
         token: its placeholder.
 
     Raises DataError if it does not support any.

@@ -1,4 +1,4 @@
-"""Finds the images, video frames and sounds of a sample: its parts, and names in a store."""
+"""Finds the images, video frames and audio clips of a sample: its parts, and names in a store."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class SampleMedia:
 
 
 def media_of(sample: Mapping[str, Any], about: Mapping[str, Any], store: FileStore[bytes] | None) -> SampleMedia:
-    """Return the images, videos and sounds of a sample.
+    """Return the images, videos and audio clips of a sample.
 
     Frames are the parts, or names in the store, that "videos" of the json lists. The other image parts are its
     images, numbered in the order of their marks (`0.jpg`, `1.png`, …); without any, those that "images" names in the
-    store. Sounds are the parts, or names in the store, that "audios" lists; without it, all sound parts by number.
+    store. Audio clips are the parts, or names in the store, that "audios" lists; without it, all audio parts by number.
 
     Args:
         about: the sample's json.
@@ -66,10 +66,10 @@ def media_of(sample: Mapping[str, Any], about: Mapping[str, Any], store: FileSto
 
 
 def _audios(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | None) -> list[bytes]:
-    """Return the sounds of a sample. `listed`: "audios" of its json."""
+    """Return the audio clips of a sample. `listed`: "audios" of its json."""
     parts = {key: part for key, part in sample.items() if is_audio_part(key)}
     if listed is None:
-        return [parts[name] for name in _numbered(list(parts), "sounds")]
+        return [parts[name] for name in _numbered(list(parts), "audio clips")]
     if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
         raise DataError(f'"{AUDIOS_KEY}" must be a list of names, found {listed!r:.80}')
     unused = sorted(parts.keys() - set(listed))
@@ -78,7 +78,7 @@ def _audios(sample: Mapping[str, Any], listed: Any, store: FileStore[bytes] | No
     named = [name for name in listed if name not in parts]
     if named and store is None:
         raise DataError(
-            f"there is no part {named[0]!r}, found {sorted(parts) or 'no sounds'}, and the dataset has no store "
+            f"there is no part {named[0]!r}, found {sorted(parts) or 'no audio clips'}, and the dataset has no store "
             "(aux: {images: …})"
         )
     stored = dict(zip(named, stored_images(named, store, dict(sample), key=AUDIOS_KEY), strict=True)) if named else {}
@@ -91,7 +91,7 @@ def is_image_part(name: str) -> bool:
 
 
 def is_audio_part(name: str) -> bool:
-    """Return whether a part of a sample is a sound, by its suffix."""
+    """Return whether a part of a sample is an audio clip, by its suffix."""
     return _has_suffix(name, AUDIO_PARTS)
 
 

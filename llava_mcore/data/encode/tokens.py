@@ -1,6 +1,6 @@
 """The tokens of a conversation: of its text, as `prepare` stores them, and with those of its media.
 
-A text has one placeholder per image, video and sound. It is expanded to the tokens of the model's plan, for which
+A text has one placeholder per image, video and audio clip. It is expanded to the tokens of the model's plan, for which
 only headers of media are read.
 """
 
@@ -136,10 +136,10 @@ def video_shape(video: Video, video_index: int = 0, most_pixels: int = LIMITS.pi
 
 
 def audio_tokens(audios: Sequence[Audio], plan: MediaPlan) -> list[MediaTokens]:
-    """Return the tokens of the sounds of one conversation; only their headers are read.
+    """Return the tokens of the audio clips of one conversation; only their headers are read.
 
     Raises:
-        DataError: a sound whose length cannot be read, or that is longer than the model takes.
+        DataError: an audio clip whose length cannot be read, or that is longer than the model takes.
     """
     if not audios:
         return []
@@ -149,7 +149,7 @@ def audio_tokens(audios: Sequence[Audio], plan: MediaPlan) -> list[MediaTokens]:
 def in_order[T](
     ids: NDArray[np.int64], images: Sequence[T], videos: Sequence[T], audios: Sequence[T], plan: MediaPlan
 ) -> list[T]:
-    """Return the items of images, videos and sounds in the order of their placeholders in a text.
+    """Return the items of images, videos and audio clips in the order of their placeholders in a text.
 
     A template may put all images of a turn before its videos; no kind changes its order.
     """
@@ -162,7 +162,7 @@ def in_order[T](
 
 
 def expand(tokens: TextTokens, placeholders: Sequence[int], media: Sequence[MediaTokens]) -> ChatTokens:
-    """Expand every placeholder to its image's, video's or sound's tokens, which are never trained.
+    """Expand every placeholder to its image's, video's or audio clip's tokens, which are never trained.
 
     Raises ValueError if there are not as many placeholders as media.
     """

@@ -1,4 +1,4 @@
-"""Compares the budgets of a pack, tokens and patches, with the smallest and the largest image or sound."""
+"""Compares the budgets of a pack, tokens and patches, with the smallest and the largest image or audio clip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HAPPENS = {
 
 
 def check_budgets(data: DataConfig, assets: Assets) -> None:
-    """Raise ConfigError if no image (of a model of sound: no sound) fits into a sample."""
+    """Raise ConfigError if no image (of a model of audio: no audio) fits into a sample."""
     smallest, _ = media_budgets(assets)
     errors, plan = [], assets.plan
     if data.seq_length <= smallest.tokens:
@@ -37,7 +37,7 @@ def check_budgets(data: DataConfig, assets: Assets) -> None:
 
 
 def warnings_of_large_media(data: DataConfig, assets: Assets) -> list[str]:
-    """Return a warning if images or sounds that the class takes do not fit into a sample."""
+    """Return a warning if images or audio clips that the class takes do not fit into a sample."""
     _, largest = media_budgets(assets)
     if largest is None:
         return []
@@ -56,7 +56,7 @@ def warnings_of_large_media(data: DataConfig, assets: Assets) -> list[str]:
 
 
 def media_budgets(assets: Assets) -> tuple[MediaBudget, MediaBudget | None]:
-    """Return what the smallest and the largest image or sound takes. Videos are not considered."""
+    """Return what the smallest and the largest image or audio clip takes. Videos are not considered."""
     plan, pixels = assets.plan, assets.pixels
     if not isinstance(plan, PatchPlan) or pixels.smallest is None or pixels.largest is None:
         return plan.smallest, plan.largest
@@ -82,4 +82,4 @@ def _pixels_of_token(plan: PatchPlan) -> int:
 
 
 def _name(assets: Assets) -> str:
-    return "image" if assets.plan.image_token_id is not None else "sound"
+    return "image" if assets.plan.image_token_id is not None else "audio clip"

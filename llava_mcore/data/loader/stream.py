@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from torch.utils.data import IterableDataset
 
-from llava_mcore.data.loader.packing import PatchBudget, fullest_pack, round_up
+from llava_mcore.data.loader.packing import PatchBudget, fullest_pack, is_filled, round_up
 from llava_mcore.data.loader.sample_reader import SampleReader
 from llava_mcore.data.loader.source import Delivery, PixelBuffers
 from llava_mcore.data.loader.turns import StreamTurns
@@ -23,7 +23,7 @@ class Packing:
     """How a stream packs."""
 
     buffer_size: int
-    """Samples among which those of a pack are chosen."""
+    """Samples among which those of a pack are chosen; more if these would not fill it (`is_filled`)."""
     capacity: int
     """Maximum tokens of a pack."""
     most_patches: int | None = None
@@ -179,7 +179,7 @@ class Stream:
         The buffer is filled again after every pack: emptying it first would leave its last packs half empty.
         """
         while True:
-            self._fill(packing.buffer_size)
+            self._fill(packing)
             if not self._waiting:
                 return None
             samples = [self._reader.tokens(entry.choice) for entry in self._take_pack(packing)]
@@ -188,9 +188,10 @@ class Stream:
                 return _joined(usable)
             self._count(usable=False)
 
-    def _fill(self, buffer_size: int) -> None:
+    def _fill(self, packing: Packing) -> None:
         """Let as many samples wait as the buffer holds, or as there are."""
-        while len(self._waiting) < buffer_size:
+        num_tokens = sum(entry.num_tokens for entry in self._waiting)
+        while not is_filled(len(self._waiting), num_tokens, packing.buffer_size, packing.capacity):
             choice = self._order.next(self._progress())
             if choice is None:
                 return
@@ -198,8 +199,9 @@ class Stream:
             if sample is None:
                 self._count(usable=False)
             else:
-                size = (sample.num_tokens, sample.num_patches, len(sample.conversations))
-                self._waiting.append(Waiting(choice, *size))
+                sizes = (sample.num_tokens, sample.num_patches, len(sample.conversations))
+                self._waiting.append(Waiting(choice, *sizes))
+                num_tokens += sample.num_tokens
 
     def _take_pack(self, packing: Packing) -> list[Waiting]:
         """Remove the samples of the next pack from those that wait, and return them."""

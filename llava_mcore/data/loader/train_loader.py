@@ -77,7 +77,7 @@ class TrainLoader:
                 that served this rank's streams.
 
         Raises:
-            ConfigError: no image or sound fits into a sample, or data.augment cannot be used.
+            ConfigError: no image or audio clip fits into a sample, or data.augment cannot be used.
             DataError: the data is not prepared, or the position does not belong to this data and these settings.
         """
         # Refuse what cannot be used before anything is opened.

@@ -1,4 +1,4 @@
-"""Sound files: bytes -> the samples of one channel, or only their number.
+"""Audio files: bytes -> the samples of one channel, or only their number.
 
 soundfile decodes them by libsndfile, which its wheels contain: wav, flac, mp3 and ogg without FFmpeg, a header without
 the rest, and blocks of a file without all of it. soxr resamples, as librosa does for transformers' `load_audio`.
@@ -86,7 +86,7 @@ def _is_chunks(data: bytes, offset: int, header: struct.Struct) -> bool:
 
 
 def with_length(data: bytes) -> bytes:
-    """Return a sound with the size of its samples in the header, if that was unknown; otherwise the same bytes."""
+    """Return a clip with the size of its samples in the header, if that was unknown; otherwise the same bytes."""
     samples = find_samples(data) if data.startswith((RIFF, RIFX, RF64)) else None
     if samples is None or not samples.is_unknown:
         return data
@@ -118,7 +118,7 @@ def require_libraries() -> None:
 
 
 def audio_length(data: bytes, rate: int) -> int:
-    """Return the number of samples of a sound at `rate` per second, from its header (see `with_length`).
+    """Return the number of samples of an audio clip at `rate` per second, from its header (see `with_length`).
 
     DataError like `decode_audio`.
     """
@@ -127,15 +127,15 @@ def audio_length(data: bytes, rate: int) -> int:
 
 
 def audio_format(data: bytes) -> tuple[str, float]:
-    """Return the file suffix of a sound's format and its seconds, from its header. DataError like `decode_audio`."""
+    """Return the file suffix of a clip's format and its seconds, from its header. DataError like `decode_audio`."""
     with _opened(data) as file:
         return FORMATS[file.format], file.frames / file.samplerate
 
 
 def decode_audio(data: bytes, rate: int) -> NDArray[np.float32]:
-    """Return a sound as transformers' `load_audio` loads it, [samples]: the mean of its channels, resampled.
+    """Return an audio clip as transformers' `load_audio` loads it, [samples]: the mean of its channels, resampled.
 
-    Call `audio_length` first: a sound is decoded whatever its length.
+    Call `audio_length` first: an audio clip is decoded whatever its length.
 
     Raises:
         DataError: its format is not supported, or it is empty or damaged.
@@ -147,7 +147,7 @@ def decode_audio(data: bytes, rate: int) -> NDArray[np.float32]:
 
 
 def check_audio(data: bytes) -> None:
-    """Decode a sound of any length, block by block. DataError like `decode_audio`."""
+    """Decode an audio clip of any length, block by block. DataError like `decode_audio`."""
     with _opened(data) as file:
         for _ in _blocks(file):
             pass
@@ -159,16 +159,16 @@ def resampled_length(num_samples: int, own_rate: int, rate: int) -> int:
 
 
 def _opened(data: bytes) -> SoundFile:
-    """Open a sound and check its header."""
+    """Open an audio clip and check its header."""
     import soundfile
 
     if not data:
-        raise DataError("a sound is empty (0 bytes)")
+        raise DataError("an audio clip is empty (0 bytes)")
     try:
         data = with_length(data)
         file = soundfile.SoundFile(BytesIO(data))
     except soundfile.LibsndfileError as error:
-        raise DataError(f"a sound of {len(data)} bytes cannot be opened: {_said(error)}") from error
+        raise DataError(f"an audio clip of {len(data)} bytes cannot be opened: {_said(error)}") from error
     reason = _why_not(file, data)
     if reason is not None:
         file.close()
@@ -178,18 +178,18 @@ def _opened(data: bytes) -> SoundFile:
 
 def _why_not(file: SoundFile, data: bytes) -> str | None:
     if file.format not in FORMATS:
-        return f"a sound has the format {file.format}; supported: {', '.join(dict.fromkeys(FORMATS.values()))}"
+        return f"an audio clip has the format {file.format}; supported: {', '.join(dict.fromkeys(FORMATS.values()))}"
     if not 1 <= file.channels <= MOST_CHANNELS or not 1 <= file.samplerate <= MOST_RATE:
         return (
-            f"a sound's header claims {file.channels} channels and {file.samplerate} samples per second; at most "
+            f"an audio clip's header claims {file.channels} channels and {file.samplerate} samples per second; at most "
             f"{MOST_CHANNELS} and {MOST_RATE} are supported"
         )
     if file.frames >= UNKNOWN_LENGTH:
-        return f"a sound does not say how long it is: write it to a file again, {REWRITE}"
+        return f"an audio clip does not say how long it is: write it to a file again, {REWRITE}"
     missing = _missing_end(data, file.format)
     if missing is not None:
-        return f"a sound is truncated: {missing}"
-    return "a sound has no samples" if file.frames < 1 else None
+        return f"an audio clip is truncated: {missing}"
+    return "an audio clip has no samples" if file.frames < 1 else None
 
 
 def _missing_end(data: bytes, kind: str) -> str | None:
@@ -222,12 +222,12 @@ def _blocks(file: SoundFile) -> Iterator[NDArray[np.float32]]:
             done += len(block)
             mono = block.mean(axis=1)
             if not np.isfinite(mono).all():
-                raise DataError("a sound has samples that are not finite")
+                raise DataError("an audio clip has samples that are not finite")
             yield mono
     except (soundfile.LibsndfileError, RuntimeError, ValueError) as error:
-        raise DataError(f"a sound cannot be decoded: {_said(error)}") from error
+        raise DataError(f"an audio clip cannot be decoded: {_said(error)}") from error
     if done != file.frames:
-        raise DataError(f"a sound is truncated: {done} of {file.frames} samples could be decoded")
+        raise DataError(f"an audio clip is truncated: {done} of {file.frames} samples could be decoded")
 
 
 def _resampled(mono: NDArray[np.float32], own_rate: int, rate: int, length: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""The feature extractor of a checkpoint, and sounds as what its encoder reads."""
+"""The feature extractor of a checkpoint, and audio clips as what its encoder reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llava_mcore.models.architectures.registry import architecture_of, classes_t
 
 @dataclass(frozen=True)
 class Audios:
-    """The feature extractor and the tokenizer's placeholder; or, in `reason`, why samples with sound cannot be used."""
+    """The feature extractor and the tokenizer's placeholder; or, in `reason`, why samples with audio cannot be used."""
 
     extractor: WhisperFeatureExtractor | None = None
     token: str | None = None
@@ -38,7 +38,7 @@ def choose_audios(
     load_errors: tuple[type[Exception], ...],
     problems: list[str],
 ) -> Audios:
-    """Load the feature extractor of the first folder that has one; for a class that takes sound it must be there.
+    """Load the feature extractor of the first folder that has one; for a class that takes audio it must be there.
 
     Args:
         files: names that a feature extractor's settings may have.
@@ -47,10 +47,10 @@ def choose_audios(
     """
     architecture = architecture_of(config)
     if not architecture.takes_audios:
-        # A class without sound is no problem until a sample has some.
+        # A class without audio is no problem until a sample has some.
         known = ", ".join(classes_that_take_audios())
-        return Audios(reason=f"{architecture.model_class.__name__} does not support sound; classes that do: {known}")
-    # A class with sound cannot do without a feature extractor.
+        return Audios(reason=f"{architecture.model_class.__name__} does not support audio; classes that do: {known}")
+    # A class with audio cannot do without a feature extractor.
     token = architecture.audio_placeholder(tokenizer)
     folder = next((f for f in folders if any((f / name).is_file() for name in files)), None)
     if folder is None:
@@ -69,7 +69,7 @@ def choose_audios(
 
 
 class AudioPreprocessor:
-    """The checkpoint's feature extractor: sounds as bytes -> rows of mel frames, which nothing normalizes later."""
+    """The checkpoint's feature extractor: clips as bytes -> rows of mel frames, which nothing normalizes later."""
 
     def __init__(self, extractor: WhisperFeatureExtractor, plan: AudioPlan) -> None:
         self.extractor, self.plan = extractor, plan
@@ -85,10 +85,10 @@ class AudioPreprocessor:
         return settings_of("feature extractor", self.extractor)
 
     def tiles(self, media: Sequence[MediaSpan]) -> Tensor:
-        """Return the rows [rows, mel bins] float32 of some sounds in their order. There may be none.
+        """Return the rows [rows, mel bins] float32 of some audio clips in their order. There may be none.
 
         Raises:
-            DataError: a sound cannot be decoded.
+            DataError: an audio clip cannot be decoded.
         """
         rows = [self._rows(item) for item in media]
         return torch.cat(rows) if rows else torch.empty(0, self.plan.num_mel_bins)

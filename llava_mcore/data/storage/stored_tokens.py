@@ -5,7 +5,7 @@ the sample's json. A shard without the file is read as any other. Its layout, li
 
     magic, length of the header, header (JSON: fingerprint of the tokens, bytes of the shard, samples)
     offsets     uint64 [samples + 1], of the entries, from the beginning of the file
-    entries     see `StoredTokens`; empty for a sample with videos, sounds or several conversations
+    entries     see `StoredTokens`; empty for a sample with videos, audio clips or several conversations
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from llava_mcore.prepare.sampling import Sampling
 HELP = """\
 /image FILE   show an image with the next question; may be repeated
 /video FILE   show a video with it
-/audio FILE   play a sound with it
+/audio FILE   play an audio clip with it
 /clear        begin a new conversation
 /help         show this
 /quit         end (or Ctrl-D); Ctrl-C stops an answer\
@@ -27,7 +27,7 @@ NEED_A_FILE = ("/image", "/video", "/audio")
 
 
 class Chat:
-    """The turns so far, with their images, videos and sounds, and those of the next question."""
+    """The turns so far, with their images, videos and audio clips, and those of the next question."""
 
     def __init__(self, model: HfModel, settings: Settings, sampling: Sampling, say: Callable[[str], None]) -> None:
         """say: prints text as it is, without a line break."""
@@ -35,7 +35,7 @@ class Chat:
         self._commands: dict[str, Callable[[str], None]] = {
             "/image": self.show_picture,
             "/video": self.show_video,
-            "/audio": self.play_sound,
+            "/audio": self.add_audio,
             "/clear": lambda _: self.clear(),
             "/help": lambda _: self.say(f"{HELP}\n"),
         }
@@ -64,8 +64,8 @@ class Chat:
         self._require(VIDEO_MARK)
         self.new_videos.append(read_video(Path(name).expanduser(), self.model.assets.limits, self.sampling))
 
-    def play_sound(self, name: str) -> None:
-        """Add a sound to the next question. DataError if it cannot be read or the model takes none."""
+    def add_audio(self, name: str) -> None:
+        """Add an audio clip to the next question. DataError if it cannot be read or the model takes none."""
         self._require(AUDIO_MARK)
         self.new_audios.append(read_audio(Path(name).expanduser(), self.model.assets.limits))
 

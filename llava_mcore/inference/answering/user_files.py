@@ -1,4 +1,4 @@
-"""Images, videos and sounds of a user's files as a conversation."""
+"""Images, videos and audio clips of a user's files as a conversation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_video(path: Path, limits: Limits, sampling: Sampling) -> Video:
     """Return frames of a video. DataError names the file."""
     try:
         with open_regular_file(path) as file:
-            frames, fps = decode_video(file, sampling, limits)
+            frames, fps, _ = decode_video(file, sampling, limits)
     except BadSample as error:
         raise DataError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:
@@ -46,7 +46,7 @@ def read_video(path: Path, limits: Limits, sampling: Sampling) -> Video:
 
 
 def read_audio(path: Path, limits: Limits) -> Audio:
-    """Return a sound whose header can be read. DataError names the file."""
+    """Return an audio clip whose header can be read. DataError names the file."""
     try:
         require_libraries()
         data = read_regular_file(path, limits.sample_bytes)
@@ -60,7 +60,7 @@ def read_audio(path: Path, limits: Limits) -> Audio:
 
 
 def asked_turn(question: str, num_images: int, num_videos: int, num_audios: int = 0) -> Turn:
-    """Return a question after the marks of its images, videos and sounds, unless it has marks itself, as `prepare`
+    """Return a question after the marks of its images, videos and audio clips, unless it has marks itself, as `prepare`
     does.
 
     Raises:
@@ -87,7 +87,7 @@ class MediaFiles:
 
 
 def conversation_of_files(question: str, files: MediaFiles, limits: Limits, sampling: Sampling) -> Conversation:
-    """Return a question about images, videos and sounds of files.
+    """Return a question about images, videos and audio clips of files.
 
     Raises:
         DataError: lists everything that cannot be used.
@@ -95,14 +95,14 @@ def conversation_of_files(question: str, files: MediaFiles, limits: Limits, samp
     errors: list[str] = []
     pictures = _read_all(files.images, lambda path: read_image(path, limits), errors)
     clips = _read_all(files.videos, lambda path: read_video(path, limits, sampling), errors)
-    sounds = _read_all(files.audios, lambda path: read_audio(path, limits), errors)
+    audios = _read_all(files.audios, lambda path: read_audio(path, limits), errors)
     try:
         turn = asked_turn(question, len(files.images), len(files.videos), len(files.audios))
     except DataError as error:
         errors.append(str(error))
     if errors:
         raise DataError(errors[0] if len(errors) == 1 else problems("the question cannot be asked", errors))
-    return Conversation((turn,), tuple(pictures), videos=tuple(clips), audios=tuple(sounds))
+    return Conversation((turn,), tuple(pictures), videos=tuple(clips), audios=tuple(audios))
 
 
 def _read_all[Media](paths: Sequence[Path], read: Callable[[Path], Media], errors: list[str]) -> list[Media]:

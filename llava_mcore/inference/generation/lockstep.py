@@ -24,13 +24,13 @@ class Lockstep:
     def __init__(self, groups: Groups) -> None:
         self._control = groups.control if groups.replicas_share_experts else None
 
-    def agree(self, own: State) -> State:
-        """Return the state of all replicas; a collective call of all ranks, if replicas share experts.
+    def agree(self, state: State) -> State:
+        """Return the highest state of all replicas; a collective call of all ranks, if replicas share experts.
 
         After BUSY every replica runs one pass, one that is done an empty one. After DONE or FAILED none runs any more.
         """
         if self._control is None:
-            return own
-        state = torch.tensor(int(own))
-        dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._control)
-        return State(int(state))
+            return state
+        highest = torch.tensor(int(state))
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control)
+        return State(int(highest))

@@ -38,7 +38,7 @@ class Architecture(ABC):
     takes_images: ClassVar[bool] = True
     """Whether its samples may have images."""
     takes_audios: ClassVar[bool] = False
-    """Whether its `MediaPlan` has an `audio_token_id` and tokens for sound."""
+    """Whether its `MediaPlan` has an `audio_token_id` and tokens for audio."""
     resizes_to_range: ClassVar[bool] = False
     """Whether its image processor resizes images to a range of areas, its size's shortest_edge and longest_edge."""
     takes_videos: ClassVar[bool] = False
@@ -70,7 +70,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def media(self, hf: PretrainedConfig, processing: Processing) -> MediaPlan:
-        """Return how images, videos or sound become tokens.
+        """Return how images, videos or audio become tokens.
 
         Raises:
             ConversionError: settings that the tower does not support.
@@ -85,7 +85,7 @@ class Architecture(ABC):
         return str(tokenizer.special_tokens_map.get("video_token", "<video>"))
 
     def audio_placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the placeholder token of a sound in text."""
+        """Return the placeholder token of an audio clip in text."""
         return str(tokenizer.special_tokens_map.get("audio_token", "<audio>"))
 
     @abstractmethod

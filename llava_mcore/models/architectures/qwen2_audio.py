@@ -1,4 +1,4 @@
-"""Qwen2-Audio: Whisper's encoder, a linear projector, and a decoder; clips of sound instead of images."""
+"""Qwen2-Audio: Whisper's encoder, a linear projector, and a decoder; audio clips instead of images."""
 
 from __future__ import annotations
 

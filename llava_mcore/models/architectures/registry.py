@@ -48,5 +48,5 @@ def classes_that_take_videos() -> tuple[str, ...]:
 
 
 def classes_that_take_audios() -> tuple[str, ...]:
-    """Return the names of the Hugging Face classes whose samples may have sound."""
+    """Return the names of the Hugging Face classes whose samples may have audio."""
     return tuple(x.model_class.__name__ for x in ARCHITECTURES.values() if x.takes_audios)

@@ -1,1 +1,1 @@
-"""Sound: the encoder of Qwen2-Audio, and how clips become its frames and tokens."""
+"""Audio: the encoder of Qwen2-Audio, and how clips become its frames and tokens."""

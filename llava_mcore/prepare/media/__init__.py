@@ -1,1 +1,1 @@
-"""Media that a row names -> their bytes and sizes: images, sounds, lists of frames and video files."""
+"""Media that a row names -> their bytes and sizes: images, audio clips, lists of frames and video files."""

@@ -1,4 +1,4 @@
-"""Sounds that a row holds as arrays of samples, as `datasets` decodes them."""
+"""Audio clips that a row holds as arrays of samples, as `datasets` decodes them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def array_as_file(reference: Mapping[str, Any], name: str) -> bytes:
     """Return a WAV file of 32-bit floating-point numbers with the samples of a reference. `name`: as in messages.
 
     Raises:
-        BadSample: it is not a sound, or has no rate.
+        BadSample: it is not an audio clip, or has no rate.
     """
     import soundfile  # the caller has checked that it is installed
 
-    if name != "sound":
+    if name != "audio clip":
         raise BadSample(
             Reason.WRONG_TYPE, f"{with_article(name)} is an array of numbers; write a file, its bytes or its path"
         )
     rate = reference.get(RATE_KEY)
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
-        raise BadSample(Reason.WRONG_TYPE, f"the {RATE_KEY} of a sound is {type_and_value(rate)}; {EXPECTED}")
+        raise BadSample(Reason.WRONG_TYPE, f"the {RATE_KEY} of an audio clip is {type_and_value(rate)}; {EXPECTED}")
     file = BytesIO()
     soundfile.write(file, _samples(reference[ARRAY_KEY]), round(rate), format="WAV", subtype="FLOAT")
     return file.getvalue()
@@ -44,14 +44,14 @@ def _samples(array: Any) -> NDArray[np.float32]:
     try:
         samples = np.asarray(array)
     except ValueError as error:  # lists of several lengths
-        raise BadSample(Reason.WRONG_TYPE, f"a sound is an array of no shape; {EXPECTED}") from error
+        raise BadSample(Reason.WRONG_TYPE, f"an audio clip is an array of no shape; {EXPECTED}") from error
     if samples.dtype.kind not in "iuf" or samples.ndim not in (1, 2) or not samples.size:
-        raise BadSample(Reason.WRONG_TYPE, f"a sound is an array of shape {samples.shape}; {EXPECTED}")
+        raise BadSample(Reason.WRONG_TYPE, f"an audio clip is an array of shape {samples.shape}; {EXPECTED}")
     if samples.ndim == 2 and samples.shape[0] <= MOST_CHANNELS:
         samples = samples.T
     samples = samples / 2.0**15 if samples.dtype.kind in "iu" else samples
     if not np.isfinite(samples).all() or np.abs(samples).max() > LOUDEST:
-        raise BadSample(Reason.WRONG_TYPE, f"a sound has samples up to {np.abs(samples).max():g}; {EXPECTED}")
+        raise BadSample(Reason.WRONG_TYPE, f"an audio clip has samples up to {np.abs(samples).max():g}; {EXPECTED}")
     return samples.astype(np.float32)
 
 
@@ -67,6 +67,6 @@ def is_array(value: Any) -> bool:
 def described(reference: Any, name: str) -> str:
     """Return what a value is that refers to nothing. `name`: what it should refer to."""
     if isinstance(reference, (list, tuple)) and is_array(reference):
-        hint = f", or {EXPECTED[9:]}" if name == "sound" else ""
+        hint = f", or {EXPECTED[9:]}" if name == "audio clip" else ""
         return f"a list of {len(reference)} numbers or lists; write a file, its bytes or its path{hint}"
     return type_and_value(reference)

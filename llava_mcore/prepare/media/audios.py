@@ -1,4 +1,4 @@
-"""A reference to a sound -> its bytes, its length in seconds and the file suffix of its format."""
+"""A reference to an audio clip -> its bytes, its length in seconds and the file suffix of its format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llava_mcore.prepare.row_types import AudioFile, BadSample, Reason
 
 
 def read_audio(reference: Any, folder: Path, limits: Limits, *, decode: bool = False) -> AudioFile:
-    """Find a sound and read its header.
+    """Find an audio clip and read its header.
 
     Args:
         reference: see `read_reference`.

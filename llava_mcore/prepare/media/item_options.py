@@ -7,7 +7,8 @@ Images are resized when they are written, so training needs nothing but the shar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from io import BytesIO
@@ -138,16 +139,17 @@ class ClipOptions:
             raise _refused("min_frames", least, f"max_frames is {max_frames}")
         return replace(usual, fps=fps, min_frames=least, max_frames=max_frames)
 
-    def window(self, times: list[Fraction]) -> slice:
+    def window(self, times: Sequence[Fraction]) -> slice:
         """Return which frames are between start and end. `times`: ascending seconds. Raises BadSample if none is."""
         first = times[0] + Fraction(self.start or 0)
         last = math.inf if self.end is None else times[0] + Fraction(self.end)
-        indices = [index for index, time in enumerate(times) if first <= time <= last]
-        if not indices or (self.num_frames or 1) > len(indices):
+        start, stop = bisect_left(times, first), bisect_right(times, last)
+        count = max(0, stop - start)
+        if (self.num_frames or 1) > count:
             least, end = self.start or 0, "its end" if self.end is None else self.end
-            expected = "none" if self.num_frames is None else f"{len(indices)} frames instead of {self.num_frames}"
+            expected = "none" if self.num_frames is None else f"{count} frames instead of {self.num_frames}"
             raise BadSample(Reason.NO_FRAMES, f"a video has {expected} between second {least} and {end}")
-        return slice(indices[0], indices[-1] + 1)
+        return slice(start, stop)
 
 
 WHOLE_CLIP = ClipOptions()

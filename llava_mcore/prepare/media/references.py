@@ -1,4 +1,4 @@
-"""A reference to an image, video or sound in a row -> its file or its bytes."""
+"""A reference to an image, video or audio clip in a row -> its file or its bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIGNATURE = re.compile(
     rb"|....ftyp|\x1a\x45\xdf\xa3|FLV|\0\0\x01\xba",
     re.DOTALL,
 )
-"""Beginnings of images, sounds and videos. A path that could be base64 does not decode to one of them."""
+"""Beginnings of images, audio clips and videos. A path that could be base64 does not decode to one of them."""
 ENCODED, FIELDS = ("bytes", "base64", "data"), ("path", "url")
 """Fields of a reference that is an object, as `datasets`, transformers and OpenAI's format write it: with the contents,
 as base64 if they are text, or with their place."""
@@ -45,7 +45,7 @@ class MediaReasons:
 
 
 IMAGE = MediaReasons("image", "image", Reason.IMAGE_MISSING, Reason.IMAGE_REMOTE, Reason.IMAGE_BROKEN)
-AUDIO = MediaReasons("sound", "audio", Reason.AUDIO_MISSING, Reason.AUDIO_REMOTE, Reason.AUDIO_BROKEN)
+AUDIO = MediaReasons("audio clip", "audio", Reason.AUDIO_MISSING, Reason.AUDIO_REMOTE, Reason.AUDIO_BROKEN)
 VIDEO = MediaReasons("video", "video", Reason.VIDEO_MISSING, Reason.VIDEO_REMOTE, Reason.VIDEO_BROKEN)
 
 
@@ -134,7 +134,7 @@ def _joined(text: str) -> str:
 
 
 def _bare_base64(text: str) -> bytes | None:
-    """Return the contents of a text that is base64 of an image, video or sound; None if it is a path."""
+    """Return the contents of a text that is base64 of an image, video or audio clip; None if it is a path."""
     joined = "".join(text.split())
     if BASE64.fullmatch(joined) is None:
         return None

@@ -1,21 +1,23 @@
 """A video file -> frames as JPEGs, by PyAV, which contains FFmpeg's libraries.
 
-Two passes: the first reads only the times of the frames and selects some, the second decodes up to the last of these.
+Two passes: the first reads only the times of the frames and selects some, the second decodes the segments that have
+some (see `video_packets`). Each chosen frame becomes a JPEG at once, so memory holds one decoded frame of ours.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
 from io import BytesIO
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.processors.image_header import ratio_problem
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.media.item_options import WHOLE_CLIP, ClipOptions
+from llava_mcore.prepare.media.video_packets import LostFrameError, VideoPackets, decoded, read_packets
 from llava_mcore.prepare.row_types import BadSample, Reason
 from llava_mcore.prepare.sampling import Sampling
 
@@ -32,10 +34,17 @@ QUALITY = 95
 NO_PYAV = 'video files are read by PyAV: pip install "llava-mcore[video]", or list the frames of each video as images'
 
 
-def decode_video(
-    file: BinaryIO, sampling: Sampling, limits: Limits, options: ClipOptions = WHOLE_CLIP
-) -> tuple[list[bytes], float]:
-    """Return frames as JPEGs, upright, and their number per second.
+class DecodedVideo(NamedTuple):
+    """Frames of a video file as JPEGs, upright, and their number per second."""
+
+    frames: list[bytes]
+    fps: float
+    header_problem: str | None
+    """See `VideoPackets`."""
+
+
+def decode_video(file: BinaryIO, sampling: Sampling, limits: Limits, options: ClipOptions = WHOLE_CLIP) -> DecodedVideo:
+    """Return frames of a video file.
 
     Args:
         file: opened for reading.
@@ -49,20 +58,28 @@ def decode_video(
         import av
     except ImportError as error:
         raise DataError(NO_PYAV) from error
-    formats = {"format_whitelist": CONTAINERS}
     try:
-        with av.open(file, "r", options=formats) as container:
-            clock = _clock(container, _stream(container, limits))
-        chosen, fps = _select(clock, options, sampling)
-        file.seek(0)
-        with av.open(file, "r", options=formats) as container:
-            frames = _decode(container, _stream(container, limits), clock, chosen, limits)
+        with _opened(file) as container:
+            packets = read_packets(container, _stream(container, limits))
+        chosen, fps = _select(packets, options, sampling)
+        if len(chosen) > limits.frames:
+            raise BadSample(Reason.TOO_LARGE, f"{len(chosen)} frames; the limit is {limits.frames} (--max-frames)")
+        try:
+            frames = _decode(file, packets, chosen, limits, all_packets=False)
+        except (LostFrameError, av.FFmpegError):  # a keyframe that is none, or the decoder needs what was skipped
+            frames = _decode(file, packets, chosen, limits, all_packets=True)
     except (av.FFmpegError, ArithmeticError, LookupError, OSError, ValueError) as error:
         raise BadSample(Reason.VIDEO_BROKEN, f"{type(error).__name__}: {error}") from error
-    return frames, fps
+    return DecodedVideo(frames, fps, packets.header_problem)
 
 
-def select_frames(times: list[Fraction], last_duration: Fraction, sampling: Sampling) -> tuple[list[int], float]:
+def _opened(file: BinaryIO) -> InputContainer:
+    import av
+
+    return av.open(file, "r", options={"format_whitelist": CONTAINERS})
+
+
+def select_frames(times: Sequence[Fraction], last_duration: Fraction, sampling: Sampling) -> tuple[list[int], float]:
     """Return the indices of the frames that are shown at evenly spaced times, and their number per second.
 
     Args:
@@ -77,11 +94,11 @@ def select_frames(times: list[Fraction], last_duration: Fraction, sampling: Samp
     return chosen, float(1 / step)
 
 
-def _select(clock: _Clock, options: ClipOptions, sampling: Sampling) -> tuple[list[int], float]:
+def _select(packets: VideoPackets, options: ClipOptions, sampling: Sampling) -> tuple[list[int], float]:
     """Return the indices of the frames of a video with options, and their number per second. Raises BadSample."""
-    inside = options.window(clock.seconds)
-    times, following = clock.seconds[inside], clock.seconds[inside.stop :]
-    last_duration = following[0] - times[-1] if following else clock.last_duration
+    inside = options.window(packets.times)
+    times, following = packets.times[inside], packets.times[inside.stop :]
+    last_duration = following[0] - times[-1] if following else packets.last_duration
     chosen, fps = select_frames(times, last_duration, options.sampling(sampling))
     return [inside.start + index for index in chosen], fps
 
@@ -96,49 +113,25 @@ def _stream(container: InputContainer, limits: Limits) -> VideoStream:
     return stream
 
 
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """When each frame is shown, in their order."""
-
-    seconds: list[Fraction]
-    last_duration: Fraction
-    stamps: list[int] | None
-    """The time stamps by which the decoder identifies frames; None: a file has no times, so by their order."""
-
-
-def _clock(container: InputContainer, stream: VideoStream) -> _Clock:
-    """Read through the packets, decoding none."""
-    stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
-    if not stamps:
-        raise BadSample(Reason.VIDEO_BROKEN, "it has no frames")
-    rate = stream.average_rate or stream.guessed_rate
-    gap = Fraction(rate.denominator, rate.numerator) if rate else Fraction(1, 25)
-    unit = stream.time_base
-    if None in stamps or not unit:
-        return _Clock([i * gap for i in range(len(stamps))], gap, None)
-    known = sorted(stamp for stamp in stamps if stamp is not None)
-    return _Clock([Fraction(stamp * unit.numerator, unit.denominator) for stamp in known], gap, known)
-
-
 def _decode(
-    container: InputContainer, stream: VideoStream, clock: _Clock, chosen: list[int], limits: Limits
+    file: BinaryIO, packets: VideoPackets, chosen: Sequence[int], limits: Limits, *, all_packets: bool
 ) -> list[bytes]:
     """Return the chosen frames as JPEGs. One may be chosen several times, where the times between frames vary."""
-    order = chosen if clock.stamps is None else [clock.stamps[i] for i in chosen]
-    expected, encoded, num_bytes = set(order), dict[int, bytes](), 0
-    for index, frame in enumerate(container.decode(stream)):
-        stamp = index if clock.stamps is None else frame.pts
-        if stamp is None or stamp not in expected or stamp in encoded:
-            continue
-        encoded[stamp] = _jpeg(frame, limits)
-        num_bytes += len(encoded[stamp])
-        if num_bytes > limits.sample_bytes:
-            raise BadSample(
-                Reason.TOO_LARGE, f"its frames have more than {limits.sample_bytes} bytes (--max-sample-bytes)"
-            )
-        if len(encoded) == len(expected):
-            return [encoded[stamp] for stamp in order]
-    raise BadSample(Reason.VIDEO_BROKEN, f"only {len(encoded)} of {len(expected)} frames could be decoded")
+    order = packets.names(chosen)
+    encoded, num_bytes, expected = dict[int, bytes](), 0, len(set(order))
+    file.seek(0)
+    with _opened(file) as container:
+        stream = _stream(container, limits)
+        for stamp, frame in decoded(container, stream, packets, order, all_packets=all_packets):
+            encoded[stamp] = _jpeg(frame, limits)
+            num_bytes += len(encoded[stamp])
+            if num_bytes > limits.sample_bytes:
+                raise BadSample(
+                    Reason.TOO_LARGE, f"its frames have more than {limits.sample_bytes} bytes (--max-sample-bytes)"
+                )
+    if len(encoded) < expected:
+        raise BadSample(Reason.VIDEO_BROKEN, f"only {len(encoded)} of {expected} frames could be decoded")
+    return [encoded[stamp] for stamp in order]
 
 
 def _jpeg(frame: VideoFrame, limits: Limits) -> bytes:

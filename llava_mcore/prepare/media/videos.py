@@ -43,11 +43,12 @@ def read_video(
         DataError: it is a video file, and PyAV is not installed.
     """
     # Frames are decoded from a file, or read from images that the row lists.
+    header_problem = None
     listed, options = _listed(reference), clip_options(reference)
     fps = frames_fps if options.fps is None else options.fps
     if listed is None:
         with _opened(reference, folder) as file:
-            images, fps = decode_video(file, sampling, limits, options)
+            images, fps, header_problem = decode_video(file, sampling, limits, options)
         frames = tuple(ImageFile(data, *inspect(data, limits)) for data in images)
     else:
         if options != ClipOptions(fps=options.fps):
@@ -60,7 +61,7 @@ def read_video(
         if frame.size != frames[0].size:
             sizes = " and ".join(f"{width} x {height}" for width, height in (frames[0].size, frame.size))
             raise BadSample(Reason.FRAME_SIZES, f"frames 0 and {index} of a video have {sizes} pixels")
-    return VideoFrames(frames, fps)
+    return VideoFrames(frames, fps, header_problem)
 
 
 def _listed(reference: Any) -> Sequence[Any] | None:

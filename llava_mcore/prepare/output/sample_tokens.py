@@ -32,7 +32,7 @@ def check_amount(
         raise BadSample(Reason.TOO_LARGE, f"{len(frames)} frames; the limit is {limits.frames} (--max-frames)")
     files = [*(image.data for image in (*images, *frames)), *(audio.data for audio in audios)]
     if sum(map(len, files)) > limits.sample_bytes:
-        raise too_large("images and sounds" if audios else "images", limits.sample_bytes)
+        raise too_large("images and audio clips" if audios else "images", limits.sample_bytes)
 
 
 def as_trained(

@@ -12,7 +12,7 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.marks import count_marks, escape
 from llava_mcore.data.encode.record_keys import ROW
 from llava_mcore.data.encode.tokens import TextTokens, digest_of, to_json
-from llava_mcore.data.loader.packing import best_fit
+from llava_mcore.data.loader.packing import best_fit, round_up
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK
 from llava_mcore.prepare.counts import PrepareCounts, ShardReport
 from llava_mcore.prepare.media.audios import read_audio
@@ -26,6 +26,7 @@ from llava_mcore.prepare.record_pairs import parse_pair, refuse_pair
 from llava_mcore.prepare.record_parts import place_marks
 from llava_mcore.prepare.row_types import (
     FILLED,
+    MISCOUNTED,
     THOUGHTLESS,
     AudioFile,
     BadSample,
@@ -87,7 +88,7 @@ class ShardMaker:
                 for conversation in conversations:
                     writer.add(conversation)
             else:
-                _write_packs(writer, list(conversations), self._setup.options.pack_to)
+                _write_packs(writer, list(conversations), self._setup.options)
             sha256 = writer.finish() if writer.num_entries else ""
             counts.entries = writer.num_entries
             counts.bytes = writer.num_bytes if writer.num_entries else 0
@@ -174,6 +175,7 @@ class ShardMaker:
         check_amount(images, videos, audios, options.limits)
         # Tokens are counted as in training, with the same functions.
         num_tokens, text = tokens_of(self._assets, as_trained(draft, images, videos, audios))
+        # --pack-to is a multiple of --sample-multiple, so that rounding does not exceed it.
         if options.pack_to is not None and num_tokens is not None and num_tokens > options.pack_to:
             raise BadSample(Reason.TOO_LONG, f"{num_tokens} tokens; a pack has {options.pack_to}")
         source = {"file": _clean(file.name), "index": row.index, "id": _id_of(row)}
@@ -188,7 +190,7 @@ class ShardMaker:
             videos,
             audios,
             draft.tools,
-            self._notes(draft, text),
+            self._notes(draft, text, videos),
             self._rejected(others[0], images, videos, audios) if others else None,
         )
 
@@ -203,11 +205,12 @@ class ShardMaker:
             return None
         return to_json(text, self._assets.chat.fingerprint, digest_of(draft.turns, draft.tools))
 
-    def _notes(self, draft: Draft, text: TextTokens | None) -> tuple[str, ...]:
-        if self._assets is None or text is None:
-            return ()
-        notes = [FILLED] if text.num_filled else []
-        return (*notes, THOUGHTLESS) if self._assets.chat.features.loses_reasoning(draft.turns) else tuple(notes)
+    def _notes(self, draft: Draft, text: TextTokens | None, videos: Sequence[VideoFrames]) -> tuple[str, ...]:
+        notes = [MISCOUNTED] if any(video.header_problem is not None for video in videos) else []
+        if self._assets is not None and text is not None:
+            notes += [FILLED] if text.num_filled else []
+            notes += [THOUGHTLESS] if self._assets.chat.features.loses_reasoning(draft.turns) else []
+        return tuple(notes)
 
     def _require_media_to_be_taken(self, draft: Draft) -> None:
         """Raise BadSample for media that training would refuse, before any file is read."""
@@ -221,9 +224,10 @@ class ShardMaker:
                 raise BadSample(reason, refused[mark])
 
 
-def _write_packs(writer: ShardWriter, conversations: list[CheckedConversation], capacity: int) -> None:
-    lengths = [conversation.num_tokens or 0 for conversation in conversations]
-    for pack in best_fit(lengths, capacity):
+def _write_packs(writer: ShardWriter, conversations: list[CheckedConversation], options: Options) -> None:
+    assert options.pack_to is not None
+    lengths = [round_up(conversation.num_tokens or 0, options.sample_multiple) for conversation in conversations]
+    for pack in best_fit(lengths, options.pack_to):
         writer.add_pack([conversations[i] for i in pack])
 
 

@@ -91,7 +91,7 @@ class ShardWriter:
         return self._file.tell()
 
     def _add_entry(self, row: int, content: dict[str, Any], conversations: Sequence[CheckedConversation]) -> None:
-        """Write the json, the images, the frames numbered after them, and the sounds numbered by themselves."""
+        """Write the json, the images, the frames numbered after them, and the audio clips numbered by themselves."""
         key = f"{row:09d}"
         images = [image for conversation in conversations for image in conversation.images]
         videos = list[dict[str, Any]]()
@@ -142,7 +142,7 @@ def _part(index: int, item: ImageFile | AudioFile) -> str:
 
 
 def about(conversation: CheckedConversation) -> dict[str, Any]:
-    """Return the json part of a conversation, but for what it says of videos and of all sounds."""
+    """Return the json part of a conversation, but for what it says of videos and of all audio clips."""
     content = _answered(conversation, conversation.tools)
     if conversation.rejected is not None:
         content = {CHOSEN: content, REJECTED: _answered(conversation.rejected, conversation.tools)}

@@ -38,7 +38,7 @@ def is_hidden(name: str) -> bool:
 
 
 def media_in_order(parts: Iterable[str]) -> list[str]:
-    """Return the names of images and sounds in the order of their numbers (`0.jpg`, `1.png`, …)."""
+    """Return the names of images and audio clips in the order of their numbers (`0.jpg`, `1.png`, …)."""
     names = [part for part in parts if part.rpartition(".")[2].lower() in MEDIA_PARTS]
     return sorted(names, key=lambda part: (int(n) if (n := part.partition(".")[0]).isdecimal() else 0, part))
 
@@ -51,9 +51,9 @@ def not_read(subject: str, counts: Mapping[str, int]) -> str:
 
 
 def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> dict[str, Any] | BadSample:
-    """Return a row with question, answer, images, videos and sounds; messages are unchanged.
+    """Return a row with question, answer, images, videos and audio clips; messages are unchanged.
 
-    media: bytes or path of each image and sound part, by its name; frames are the parts that "videos" lists.
+    media: bytes or path of each image and audio part, by its name; frames are the parts that "videos" lists.
     """
     # The json is the row; parts beside it are its media and its answer.
     if "json" not in texts:
@@ -68,7 +68,7 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
         return BadSample(Reason.WRONG_TYPE, str(error))
     has_turns = any(row.get(key) is not None for key in TURN_LISTS)
     if not media and not listed and not has_turns:
-        return BadSample(Reason.IMAGE_MISSING, f"{stem} has no image or sound beside its .json")
+        return BadSample(Reason.IMAGE_MISSING, f"{stem} has no image or audio clip beside its .json")
     # Frames that the json lists are not separate images.
     frames = {name for video in listed for name in video.frames}
     audios = {name: item for name, item in media.items() if is_audio_part(name)}

@@ -197,7 +197,7 @@ def test_model_input_that_does_not_fit_ends_training(dataset: Path, assets: Asse
     wrong = dataclasses.replace(assets, plan=WrongTokens(assets.plan.image_token_id, 16, 16))
     found = Examiner(dataset, wrong, seq_length=64).examine(0, 0)
     assert found.status == "stop" and found.reasons == (
-        "16 placeholders, but 15 features of 1 images, videos and sounds",
+        "16 placeholders, but 15 features of 1 images, videos and audio clips",
     )
     other_eos = dataclasses.replace(assets, eos_token_id=0)
     assert Examiner(dataset, other_eos, seq_length=64).examine(0, 0).remarks == (

@@ -14,13 +14,14 @@ from llava_mcore.launch.preflight import _missing_libraries
 from llava_mcore.plan.layout import layout_of
 from llava_mcore.plan.memory import _state
 from llava_mcore.plan.parameters import StageParameters
+from tests.helpers.run_settings import smallest_run
 
 MUON = "optimizer.name=muon"
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> list[str]:
-    return ["training.train_iters=10", f"checkpoint.save_dir={tmp_path / 'out'}", f"checkpoint.load={tmp_path}", MUON]
+    return smallest_run(tmp_path, MUON)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The budgets of a pack beside the smallest and the largest image or sound, for every kind of plan."""
+"""The budgets of a pack beside the smallest and the largest image or audio clip, for every kind of plan."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_pictures_are_between_the_smallest_and_the_largest(folders: dict[str, Pa
     assert min(item.num_patches for item in found) <= 3 * smallest.patches
 
 
-def test_sounds_are_between_the_smallest_and_the_largest(tmp_path: Path) -> None:
+def test_audio_clips_are_between_the_smallest_and_the_largest(tmp_path: Path) -> None:
     make_hf_audio(tmp_path)
     assets = load_assets(tmp_path)
     smallest, largest = media_budgets(assets)
@@ -70,7 +70,8 @@ def test_sounds_are_between_the_smallest_and_the_largest(tmp_path: Path) -> None
     (longest,) = assets.plan.audio_tokens([assets.plan.most_samples])
     assert (smallest, largest) == (MediaBudget(1, 2), MediaBudget(len(longest), longest.num_patches))
     (warning,) = warnings_of_large_media(DataConfig(seq_length=len(longest)), assets)
-    assert warning.startswith(f"sounds may have up to {len(longest)} tokens, but data.seq_length is {len(longest)}: ")
+    length = len(longest)
+    assert warning.startswith(f"audio clips may have up to {length} tokens, but data.seq_length is {length}: ")
 
 
 def test_what_fits_is_neither_refused_nor_warned_of(folders: dict[str, Path]) -> None:

@@ -8,12 +8,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava_mcore.data.encode.encode import TooLongError, cut, fit
 from llava_mcore.data.loader.collate import collate
-from llava_mcore.data.loader.packing import LEVELS, PatchBudget, best_fit, fill, fullest_pack, online_fill
+from llava_mcore.data.loader.packing import PatchBudget, best_fit, fill, fullest_pack, is_filled, online_fill, round_up
 from llava_mcore.data.loader.stream import Packing
 from llava_mcore.data.samples import EncodedSample, TokenConversation
 from tests.helpers.encoding import placed
@@ -50,17 +50,17 @@ def test_too_long_for_a_pack() -> None:
     st.integers(30, 70),
 )
 def test_a_pack_keeps_to_both_budgets(samples: list[tuple[int, int]], capacity: int, most: int) -> None:
-    """As full as the best of all packs whose patches, counted in steps, fit."""
+    """As full as the best of all packs that fit."""
     lengths, patches = [length for length, _ in samples], [number for _, number in samples]
     media = PatchBudget(patches, most)
     found = fullest_pack(lengths, capacity, media)
     assert found[0] == 0 and sorted(set(found)) == found
     assert sum(lengths[i] for i in found) <= capacity and sum(patches[i] for i in found) <= most
-    levels, best = media.levels(), 0
+    best = 0
     for chosen in range(1 << len(samples) - 1):
         pack = [0, *(i + 1 for i in range(len(samples) - 1) if chosen >> i & 1)]
         total = sum(lengths[i] for i in pack)
-        if total <= capacity and sum(levels[i] for i in pack) <= LEVELS:
+        if total <= capacity and sum(patches[i] for i in pack) <= most:
             best = max(best, total)
     assert sum(lengths[i] for i in found) == best
 
@@ -193,3 +193,51 @@ def test_lengths_are_rounded_up_in_a_packs_budget() -> None:
     # Of several conversations only their sum is known: 3 x 3 tokens take 24.
     assert packing.room(9, 3) >= 24
     assert Packing(8, capacity=64).room(9, 3) == 9
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 400)), min_size=1, max_size=300),
+    st.sampled_from((1, 4, 8, 16)),
+    st.sampled_from((None, 400, 2000)),
+    st.integers(1, 40),
+)
+@settings(deadline=None, max_examples=60)
+def test_packs_of_a_stream_lose_no_sample(
+    sizes: list[tuple[int, int]], multiple: int, most_patches: int | None, buffer_size: int
+) -> None:
+    """Every sample is in one pack, and no pack is too long with its samples rounded up, or has too many patches."""
+    capacity, waiting, following, packs = 3008, list[int](), list(range(len(sizes))), list[list[int]]()
+    packing = Packing(buffer_size, capacity, most_patches, multiple)
+    rooms = [packing.room(length, 1) for length, _ in sizes]
+    while waiting or following:
+        while following and not is_filled(len(waiting), sum(rooms[i] for i in waiting), buffer_size, capacity):
+            waiting.append(following.pop(0))
+        media = None if most_patches is None else PatchBudget([sizes[i][1] for i in waiting], most_patches)
+        chosen = fullest_pack([rooms[i] for i in waiting], capacity, media)
+        packs.append([waiting[k] for k in chosen])
+        assert packs[-1][0] == min(waiting) and chosen == sorted(set(chosen))
+        waiting = [i for i in waiting if i not in packs[-1]]
+    assert sorted(i for pack in packs for i in pack) == list(range(len(sizes)))
+    for pack in packs:
+        assert sum(round_up(sizes[i][0], multiple) for i in pack) <= capacity
+        assert most_patches is None or sum(sizes[i][1] for i in pack) <= most_patches
+
+
+@pytest.mark.parametrize("multiple", [1, 4, 8])
+@pytest.mark.parametrize("seq_length", [32_768, 131_072])
+def test_fill_of_long_packs(seq_length: int, multiple: int) -> None:
+    """Images and videos, with as many patches as tokens allow on average, and with their lengths rounded for --cp."""
+    draw = random.Random(3)
+    images = [int(draw.uniform(256, 2400)) for _ in range(2500)]
+    media = [size if draw.random() < 0.8 else int(draw.uniform(8, 128)) * 64 for size in images]
+    lengths = [size + int(draw.lognormvariate(5, 0.9)) + 8 for size in media]
+    assert online_fill(lengths, seq_length, 64, multiple=multiple) > 0.995
+    budget = PatchBudget([4 * size for size in media], 4 * seq_length)
+    assert online_fill(lengths, seq_length, 64, budget, multiple=multiple) > 0.99
+
+
+def test_short_samples_fill_long_packs() -> None:
+    """More of them wait than the buffer has: 64 would be a third of a pack."""
+    lengths = [length - 576 if length > 576 else length for length in llava_lengths(4000)]
+    assert sum(lengths[:64]) < 20_000
+    assert online_fill(lengths, 32_768, 64) > 0.999

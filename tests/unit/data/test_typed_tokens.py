@@ -140,11 +140,11 @@ def test_marks_of_media_that_the_class_does_not_take_are_text(name: str, special
     if special:
         tokenizer.add_tokens(["<video>"], special_tokens=True)
     format_ = chat(tokenizer, name)
-    turns = talk("What is <video>?", "A film,\n<video>\n as <audio> is a sound.")
+    turns = talk("What is <video>?", "A film,\n<video>\n as <audio> is an audio clip.")
     tokens = encoded(format_, turns, num_images=1)
     assert tokens.typed == ("<audio>", "<video>") and len(tokens.starts) == 1
     text = tokenizer.decode(tokens.input_ids)
-    assert "What is <video>?" in text and "A film,\n<video>\n as <audio> is a sound." in text
+    assert "What is <video>?" in text and "A film,\n<video>\n as <audio> is an audio clip." in text
     assert not special or tokenizer.convert_tokens_to_ids("<video>") not in tokens.input_ids
     asked = format_.prompt_tokens(turns[:1], {IMAGE_MARK: 1})
     assert "What is <video>?" in tokenizer.decode(asked.ids)

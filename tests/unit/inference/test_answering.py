@@ -113,7 +113,7 @@ def test_a_dataset(root: Path, tmp_path: Path, ask: Ask) -> None:
     assert [json.loads(x)["key"] for x in out[0].read_text().splitlines()] == ["sample00001", "sample00007"]
 
 
-def test_a_question_about_sounds(tmp_path: Path, ask: Ask) -> None:
+def test_a_question_about_audio_clips(tmp_path: Path, ask: Ask) -> None:
     """Files of several formats and rates; the checkpoint gives the folder's answer, and it hears them."""
     make_sharp_case(Case("qwen2_audio_encoder", "qwen2", {"seconds": 8}, None, "qwen2_audio"), tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "megatron")
@@ -130,7 +130,7 @@ def test_a_question_about_sounds(tmp_path: Path, ask: Ask) -> None:
         assert (code, answer) == again[:2] and answer.strip()
         answers.append(answer)
     assert len(set(answers)) == 3
-    for name, message in (("text.wav", "text.wav: a sound of 5 bytes cannot be opened"), ("no.wav", "No such file"),
+    for name, message in (("text.wav", "text.wav: an audio clip of 5 bytes cannot be"), ("no.wav", "No such file"),
                           ("long.wav", "seconds")):  # fmt: skip
         for model in (folder, checkpoint):
             code, _, said = ask(*model, "--audio", tmp_path / name, *asked)
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "missing": (("--hf-dir", "{hf}", "--image", "{root}/no.png", *Q), "no.png cannot be read: No such file"),
     "no video": (("--hf-dir", "{hf}", "--video", "{root}/picture.png", *Q), "video cannot be decoded"),
     "video": (("--hf-dir", "{hf}", "--video", "{root}/video.mp4", *Q), "does not support videos"),
-    "sound": (("--hf-dir", "{hf}", "--audio", "{root}/sound.wav", *Q), "does not support sound"),
+    "sound": (("--hf-dir", "{hf}", "--audio", "{root}/sound.wav", *Q), "does not support audio"),
     "heads": (("--megatron-dir", "{megatron}", "--tp", "3", *Q), "cannot be split into tp 3 x pp 1"),
     "no checkpoint": (("--megatron-dir", "{hf}", *Q), "import a model first"),
     "no config": (("--hf-dir", "{data}", *Q), "no config.json"),

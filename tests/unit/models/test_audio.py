@@ -90,7 +90,7 @@ def theirs_of(folder: Path, each: Conversation) -> Any:
     processor = AutoProcessor.from_pretrained(folder)
     (asked, answered) = each.turns
     text = asked.text.replace("<audio>\n", CLIP).replace("<audio>", CLIP)
-    waves = [wave_of(sound) for sound in each.audios]
+    waves = [wave_of(audio) for audio in each.audios]
     given = {"audio": waves, "sampling_rate": RATE} if waves else {}
     said = f"USER: {text} ASSISTANT: {answered.text}</s>"
     return processor(text=said, add_special_tokens=False, return_tensors="pt", **given)
@@ -252,9 +252,9 @@ def test_check_compares_the_output_of_every_module(
     assert import_command.main([*flags, "--workers", "1", "--verify", "--logits", str(clip)]) == 0
     # The convolutions, the norm after them and the projector; the ends of the decoder; the layers of both.
     assert f"outputs of {4 + 2 + 4 * 9 + 4 * 10} modules compared" in capsys.readouterr().out
-    clip.write_text("not a sound")
+    clip.write_text("not an audio clip")
     assert check.main([*flags, "--logits", str(clip)]) == 2
-    assert "comparing logits needs a sound" in capsys.readouterr().err
+    assert "comparing logits needs an audio clip" in capsys.readouterr().err
 
 
 def test_inspect_names_the_encoder(folder: Path, imported: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""References to images and sounds in rows: files, base64, arrays, and what is told of those that cannot be read."""
+"""References to images and audio clips in rows: files, base64, arrays, and messages about those that cannot be read."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_near_match_of_a_missing_file(tmp_path: Path, written: str, on_disk:
         read_video("A.avi", tmp_path, Sampling(), LIMITS)
 
 
-def test_sounds_as_arrays(tmp_path: Path) -> None:
+def test_audio_as_arrays(tmp_path: Path) -> None:
     """Arrays of samples become WAV files, mixed down to mono; impossible ones are refused."""
     sound = read_audio({"array": WAVE, "sampling_rate": 16000}, tmp_path, LIMITS, decode=True)
     assert (sound.extension, sound.seconds) == ("wav", 0.05)
@@ -102,7 +102,7 @@ def test_sounds_as_arrays(tmp_path: Path) -> None:
     stereo = read_audio({"array": [WAVE, [0.0] * 800], "sampling_rate": 16000.0}, tmp_path, LIMITS)
     np.testing.assert_allclose(decode_audio(stereo.data, 16000), np.float32(WAVE) / 2, rtol=1e-6)
     for reference, expected in (
-        ({"array": WAVE}, "the sampling_rate of a sound is null; expected"),
+        ({"array": WAVE}, "the sampling_rate of an audio clip is null; expected"),
         ({"array": [9e3], "sampling_rate": 8000}, "samples up to 9000; expected .*numbers from -1 to 1"),
         ({"array": [[1.0], [1.0, 2.0]], "sampling_rate": 8000}, "an array of no shape"),
         (WAVE, "a list of 800 numbers or lists.*sampling_rate"),
@@ -112,7 +112,7 @@ def test_sounds_as_arrays(tmp_path: Path) -> None:
 
 
 def test_columns_of_arrays(tmp_path: Path) -> None:
-    """What `datasets` saves of sounds that are decoded; a column of bare arrays is told as that."""
+    """What `datasets` saves of audio clips that are decoded; a column of bare arrays is told as that."""
     turns = [{"role": "user", "content": "<audio>\nWhat?"}, {"role": "assistant", "content": "A tone."}]
     sounds = [{"array": WAVE, "sampling_rate": 16000}] * 2
     pq.write_table(pa.table({"messages": [turns] * 2, "audio": sounds}), tmp_path / "a.parquet")

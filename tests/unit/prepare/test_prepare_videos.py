@@ -234,7 +234,7 @@ def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def decoded(path: Path, sampling: Sampling | None = None, limits: Limits = LIMITS) -> tuple[list[bytes], float]:
     with path.open("rb") as file:
-        return decode_video(file, sampling or Sampling(), limits)
+        return decode_video(file, sampling or Sampling(), limits)[:2]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_limits_of_a_video_file(tmp_path: Path) -> None:
         decoded(path, limits=Limits(sample_bytes=1000))
 
 
-def test_a_sound_file_is_no_video(tmp_path: Path) -> None:
+def test_an_audio_file_is_no_video(tmp_path: Path) -> None:
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=44100)
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")

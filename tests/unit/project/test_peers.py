@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from benchmarks import hf_peer
-from benchmarks.material import make_shards, make_sound_shards
+from benchmarks.material import make_audio_shards, make_shards
 from benchmarks.peer_attention import Packs
 from benchmarks.peer_classes import CLASSES, IMAGE_GRID
 from benchmarks.peer_model import Inputs, Peer, Stack, build
@@ -101,7 +101,7 @@ def test_padded_clips_are_those_of_the_pack(folder: Path) -> None:
     """Out of our rows of packed clips the peer pads what transformers' model takes; one sample alone needs no mask."""
     path = folder / "tiny-qwen2-audio"
     make_hf_folder(path, path.name, seq_length=LENGTH)
-    make_sound_shards(folder / "sounds", num_samples=8, num_shards=2, num_sounds=4)
+    make_audio_shards(folder / "sounds", num_samples=8, num_shards=2, num_clips=4)
     config = hf_peer.AutoConfig.from_pretrained(path)
     peer = build(config, Stack(train_vision=True), CPU)
     data = DataConfig(path=folder / "sounds", seq_length=1024, num_workers=0, packing=False)

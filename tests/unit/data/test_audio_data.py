@@ -1,4 +1,4 @@
-"""Sound files: decoded like transformers' own loading, and every kind of bad one is refused or left out."""
+"""Audio files: decoded like transformers' own loading, and every kind of bad one is refused or left out."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_formats_rates_and_channels(kind: str, subtype: str | None, rate: int, c
 
 
 def test_eight_channels_and_odd_rates() -> None:
-    """The length that is predicted is that of the decoded sound."""
+    """The length that is predicted is that of the decoded audio clip."""
     for rate in (11_025, 22_050, 44_100, 96_000):
         data = encoded(0.777, rate=rate, channels=8)
         assert len(decode_audio(data, RATE)) == audio_length(data, RATE)
@@ -109,7 +109,7 @@ def test_a_flac_of_unknown_length_is_refused() -> None:
 
 
 def silence(hours: float, rate: int = 8_000) -> bytes:
-    """A small file of a long sound."""
+    """A small file of a long audio clip."""
     buffer = io.BytesIO()
     with soundfile.SoundFile(buffer, "w", rate, 1, format="FLAC") as file:
         for _ in range(round(hours * 36)):
@@ -132,43 +132,43 @@ def not_numbers() -> bytes:
 CHANNELS, FREQUENCY = 22, 24
 """Bytes of a wav's header."""
 BAD: dict[str, tuple[Callable[[], bytes], str, str]] = {
-    "empty": (lambda: b"", "wav", r"a sound is empty \(0 bytes\)"),
-    "text named .wav": (lambda: b"I said: no sound here.\n" * 9, "wav", "a sound of 207 bytes cannot be opened"),
-    "web page named .mp3": (lambda: b"<html>404</html>", "mp3", "a sound of 16 bytes cannot be opened"),
+    "empty": (lambda: b"", "wav", r"an audio clip is empty \(0 bytes\)"),
+    "text named .wav": (lambda: b"I said: no audio here.\n" * 9, "wav", "an audio clip of 207 bytes cannot be opened"),
+    "web page named .mp3": (lambda: b"<html>404</html>", "mp3", "an audio clip of 16 bytes cannot be opened"),
     "image named .flac": (lambda: b"\x89PNG\r\n\x1a\n" + bytes(99), "flac", "cannot be opened"),
     "another format": (lambda: encoded(0.5, kind="AIFF"), "wav", "has the format AIFF; supported: wav, flac, mp3, ogg"),
     "cut wav": (lambda: encoded(1.0)[:9000], "wav", "truncated: 32000 bytes of samples, of which 8956 exist"),
-    "cut flac": (lambda: encoded(1.0, kind="FLAC")[:9000], "flac", "a sound cannot be decoded"),
+    "cut flac": (lambda: encoded(1.0, kind="FLAC")[:9000], "flac", "an audio clip cannot be decoded"),
     "cut mp3": (lambda: encoded(2.0, kind="MP3")[:4000], "mp3", "truncated: .* of 32000 samples could be decoded"),
     "cut ogg": (lambda: encoded(9.0, kind="OGG")[:40_000], "ogg", "truncated: its last page is missing"),
-    "only a header": (lambda: encoded(1.0)[:44], "wav", "a sound is truncated: 32000 bytes"),
-    "no samples": (lambda: encoded(0.0), "wav", "a sound has no samples"),
-    "no samples, but a list": (lambda: encoded(0.0) + b"LIST\4\0\0\0INFO", "wav", "a sound has no samples"),
-    "cut rf64": (lambda: encoded(1.0, kind="RF64")[:9000], "wav", "a sound is truncated: 32000 bytes of samples"),
+    "only a header": (lambda: encoded(1.0)[:44], "wav", "an audio clip is truncated: 32000 bytes"),
+    "no samples": (lambda: encoded(0.0), "wav", "an audio clip has no samples"),
+    "no samples, but a list": (lambda: encoded(0.0) + b"LIST\4\0\0\0INFO", "wav", "an audio clip has no samples"),
+    "cut rf64": (lambda: encoded(1.0, kind="RF64")[:9000], "wav", "an audio clip is truncated: 32000 bytes of samples"),
     "too short": (lambda: encoded(0.01), "wav", "too short for a token"),
     "a minute": (lambda: encoded(60.0), "wav", "60.0 seconds long, but the model takes at most 30"),
     "three hours": (lambda: silence(3), "flac", "10800.0 seconds long, but the model takes at most 30"),
     "impossible channels": (lambda: header(encoded(1.0), CHANNELS, 999, "<H"), "wav", "cannot be opened|999 channels"),
     "impossible rate": (lambda: header(encoded(1.0), FREQUENCY, 4_000_000_000), "wav", "cannot be opened|per second"),
     "wrong rate": (lambda: header(encoded(1.0), FREQUENCY, 100), "wav", "160.0 seconds long"),
-    "no numbers": (not_numbers, "wav", "a sound has samples that are not finite"),
+    "no numbers": (not_numbers, "wav", "an audio clip has samples that are not finite"),
 }
 """How each is made, the suffix of its part, and why it is left out."""
 
 
 @pytest.fixture(scope="module")
-def bad_sounds() -> dict[str, bytes]:
+def bad_audio() -> dict[str, bytes]:
     return {name: make() for name, (make, _, _) in BAD.items()}
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_sound_is_left_out_with_its_reason(
-    name: str, bad_sounds: dict[str, bytes], assets: Assets, hf: Path, tmp_path: Path
+def test_a_bad_audio_clip_is_left_out_with_its_reason(
+    name: str, bad_audio: dict[str, bytes], assets: Assets, hf: Path, tmp_path: Path
 ) -> None:
     """In training, by `check`, and by prepare."""
     talk, (_, part, reason) = messages(("user", "<audio>\nWhat?"), ANSWER), BAD[name]
     good: Parts = {"json": talk, "0.wav": encoded(0.5)}
-    bad: Parts = {"json": talk, f"0.{part}": bad_sounds[name]}
+    bad: Parts = {"json": talk, f"0.{part}": bad_audio[name]}
     write_tar(tmp_path / "data" / "000000.tar", {f"{i:06d}": bad if i == 2 else good for i in range(4)})
     options: dict[str, Any] = {"num_streams": 1, "micro_batch_size": 1, "shuffle": 0, "seq_length": 256}
     batches = take(open_loader(index(tmp_path / "data"), assets, **options), 6)
@@ -180,9 +180,9 @@ def test_a_bad_sound_is_left_out_with_its_reason(
     (group,) = json.loads(report.read_text())["groups"]
     assert group["level"] == "left out" and _says(reason, group["reason"])
     # prepare reads headers, and all of a file with --check-images.
-    (tmp_path / f"bad.{part}").write_bytes(bad_sounds[name])
+    (tmp_path / f"bad.{part}").write_bytes(bad_audio[name])
     (tmp_path / "good.wav").write_bytes(encoded(0.5))
-    rows = [talk | {"audio": sound} for sound in ("good.wav", f"bad.{part}", "good.wav")]
+    rows = [talk | {"audio": clip} for clip in ("good.wav", f"bad.{part}", "good.wav")]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     out = ["--out", str(tmp_path / "out"), "--tokenizer-load-dir", str(hf), "--num-workers", "0", "--check-images"]
     assert prepare([str(tmp_path / "rows.json"), *out]) == 2
@@ -195,15 +195,15 @@ def _says(pattern: str, text: str) -> bool:
     return re.search(pattern, text) is not None
 
 
-def test_a_long_sound_is_refused_by_its_header(
-    bad_sounds: dict[str, bytes], assets: Assets, monkeypatch: pytest.MonkeyPatch
+def test_a_long_audio_clip_is_refused_by_its_header(
+    bad_audio: dict[str, bytes], assets: Assets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def decode(*_: Any) -> None:
         raise AssertionError("it was decoded")
 
     monkeypatch.setattr(audio_files, "_blocks", decode)
     with pytest.raises(DataError, match="takes at most 30"):
-        assets.plan.audio_tokens([audio_length(bad_sounds["three hours"], RATE)])
+        assets.plan.audio_tokens([audio_length(bad_audio["three hours"], RATE)])
 
 
 # -- the loader ------------------------------------------------------------------------------------------------------
@@ -261,15 +261,15 @@ def test_a_pack_keeps_to_the_budget_of_frames(dataset: Path, assets: Assets) -> 
     assert max(int(batch.media[MEDIA_SEQLENS].sum()) for batch in bound) <= 130
     tight = take(open_loader(dataset, assets, max_media_tokens=90, **options), 6)
     assert {skip.reason for batch in tight for skip in batch.skipped} == {
-        "the sample has 100 20 ms frames of sound, but data.max_media_tokens is 90; raise data.max_media_tokens, or "
+        "the sample has 100 20 ms frames of audio, but data.max_media_tokens is 90; raise data.max_media_tokens, or "
         "choose --on-too-long truncate"
     }
-    with pytest.raises(ConfigError, match="the smallest sound has 2 20 ms frames of sound"):
+    with pytest.raises(ConfigError, match="the smallest audio clip has 2 20 ms frames of audio"):
         open_loader(dataset, assets, max_media_tokens=1)
 
 
-def test_sound_in_a_store_and_listed_parts(assets: Assets, tmp_path: Path) -> None:
-    """Sounds are found in the sample and beside the shards; a missing one has a reason."""
+def test_audio_in_a_store_and_listed_parts(assets: Assets, tmp_path: Path) -> None:
+    """Audio clips are found in the sample and beside the shards; a missing one has a reason."""
     (tmp_path / "wavs").mkdir()
     (tmp_path / "wavs" / "a.mp3").write_bytes(encoded(1.0, kind="MP3"))
     talk = messages(("user", "<audio>\nWhat? <audio>"), ANSWER)
@@ -293,36 +293,36 @@ def test_sound_in_a_store_and_listed_parts(assets: Assets, tmp_path: Path) -> No
         f"the image 'gone.mp3' is not in {tmp_path / 'wavs'}",
         "\"audios\" does not list the part 'c.wav'",
         "\"audios\" must be a list of names, found 'b.wav'",
-        "several sounds must be numbered (0.wav, 1.mp3, …), found the parts ['b.wav', 'c.wav']",
-        "2 <audio> in the conversation, but 1 sounds",
+        "several audio clips must be numbered (0.wav, 1.mp3, …), found the parts ['b.wav', 'c.wav']",
+        "2 <audio> in the conversation, but 1 audio clips",
     }
 
 
 def test_samples_of_another_kind_are_left_out(dataset: Path, assets: Assets, tmp_path: Path) -> None:
-    """Sound for a class that takes images, and images for one that takes sound."""
+    """Audio for a class that takes images, and images for one that takes audio."""
     make_hf_llava(tmp_path / "llava")
     batches = take(open_loader(dataset, load_assets(tmp_path / "llava"), micro_batch_size=1), 4)
     reasons = {skip.reason for batch in batches for skip in batch.skipped}
     assert reasons == {
-        "it has a sound, but LlavaForConditionalGeneration does not support sound; classes that do: "
+        "it has an audio clip, but LlavaForConditionalGeneration does not support audio; classes that do: "
         "Qwen2AudioForConditionalGeneration"
     }
     picture: Parts = {"json": messages(("user", "<image>\nWhat?"), ANSWER), "0.jpg": b"x"}
     write_tar(tmp_path / "data" / "000000.tar", {f"{i}": picture if i % 2 else spoken(0.5) for i in range(6)})
     found = take(open_loader(index(tmp_path / "data"), assets, micro_batch_size=1), 4)
     assert {skip.reason for batch in found for skip in batch.skipped} == {
-        "it has an image, but Qwen2AudioForConditionalGeneration does not support images, only sound"
+        "it has an image, but Qwen2AudioForConditionalGeneration does not support images, only audio"
     }
 
 
-def test_check_counts_sounds(dataset: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_counts_audio_clips(dataset: Path, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data-path", str(dataset), "--tokenizer-load-dir", str(hf), "--full", "--num-workers", "0"]
     assert check([*flags, "--json", str(tmp_path / "report.json"), "--show", "2"]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["sounds_per_sample"] == {"0": 4, "1": 8, "2": 4} and report["epoch"]["sounds"] == 16
     printed = capsys.readouterr().out
-    assert "sounds per sample: 0: 4, 1: 8, 2: 4" in printed and "images per sample" not in printed
-    assert "16 sounds" in printed and "<audio \N{MULTIPLICATION SIGN}12>" in printed
+    assert "audio clips per sample: 0: 4, 1: 8, 2: 4" in printed and "images per sample" not in printed
+    assert "16 audio clips" in printed and "<audio \N{MULTIPLICATION SIGN}12>" in printed
 
 
 # -- prepare ---------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_prepared_rows_are_what_training_reads(
     numbers = {int(batch.sample_keys[0]): len(batch.media[MEDIA_SEQLENS]) for batch in batches}
     assert numbers == {row: number for row, (_, number) in enumerate(GOOD.values())}
     assert all(not batch.skipped and set(batch.media[MEDIA_SEQLENS].tolist()) == {50} for batch in batches)
-    # Shards of its own are prepared again, with sounds as they are.
+    # Shards of its own are prepared again, with audio clips as they are.
     assert (
         prepare([str(tmp_path / "out" / "000000.tar"), "--out", str(tmp_path / "twice"), *flags[-2:], "--keep-order"])
         == 0
@@ -379,7 +379,7 @@ def test_prepared_rows_are_what_training_reads(
         assert torch.equal(one.media[PIXEL_VALUES], other.media[PIXEL_VALUES])
 
 
-def test_a_column_of_sounds(hf: Path, assets: Assets, tmp_path: Path) -> None:
+def test_a_column_of_audio_clips(hf: Path, assets: Assets, tmp_path: Path) -> None:
     """As the `datasets` library writes speech: structs of bytes and path, with a transcript."""
     import pyarrow as pa
     from pyarrow import parquet

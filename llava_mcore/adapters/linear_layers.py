@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.compat.transformers import model_without_weights
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.weights.layouts import (
     Concat,
@@ -211,7 +212,7 @@ def _expert_tensor(hf: PretrainedConfig, entry: Entry, usual: Entry, state: Mapp
 
 def _unused(hf: PretrainedConfig, names: HfNames, state: Mapping[str, HasShape]) -> frozenset[str]:
     """Return the tensors of transformers' model that ours has no use for, by all their names."""
-    table = mapping_table(hf, names, hf_tensors=state, padded_vocab_size=hf.text_config.vocab_size)
+    table = mapping_table(hf, names, hf_tensors=state, padded_vocab_size=embedding_rows(hf))
     styles = (names, usual_names(hf), *architecture_of(hf).names.styles)
     ends = [name.removeprefix(names.vision) for name in table.unused if name.startswith(names.vision)]
     return frozenset(table.unused) | {style.vision + end for style in styles for end in ends}
@@ -220,7 +221,7 @@ def _unused(hf: PretrainedConfig, names: HfNames, state: Mapping[str, HasShape])
 def _entries(hf: PretrainedConfig, here: HfNames, state: Mapping[str, HasShape], style: HfNames) -> dict[str, Entry]:
     """Return the entries under the names of a style. `state`: all tensors of transformers' model, under `here`."""
     renamed = {style.text + x.removeprefix(here.text): state[x] for x in state if x.startswith(here.text)}
-    table = mapping_table(hf, style, hf_tensors=renamed, padded_vocab_size=hf.text_config.vocab_size)
+    table = mapping_table(hf, style, hf_tensors=renamed, padded_vocab_size=embedding_rows(hf))
     return dict(table.entries)
 
 

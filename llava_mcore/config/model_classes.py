@@ -43,6 +43,7 @@ MODEL_CLASSES = {
     "qwen3_vl_moe": ModelClass("Qwen3VLMoeForConditionalGeneration", "qwen_vl.Qwen3VlMoe"),
     "qwen3_5": ModelClass("Qwen3_5ForConditionalGeneration", "qwen_vl.Qwen35"),
     "qwen3_5_moe": ModelClass("Qwen3_5MoeForConditionalGeneration", "qwen_vl.Qwen35Moe"),
+    "mllama": ModelClass("MllamaForConditionalGeneration", "mllama.Mllama"),
     "qwen2_audio": ModelClass("Qwen2AudioForConditionalGeneration", "qwen2_audio.Qwen2Audio"),
 }
 """By model_type. `build` takes the first class that has the connector asked for."""

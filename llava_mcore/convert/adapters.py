@@ -26,6 +26,7 @@ from llava_mcore.convert.megatron_weights import EMBEDDING, OUTPUT
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.hf_folder import HfFolder
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_name, whole_names
 from llava_mcore.parallel.groups import single_process
@@ -84,7 +85,7 @@ class CheckpointAdapters:
         stored = stored_tensors(checkpoint)
         rows = next((stored[key].global_shape[0] for key in (EMBEDDING, OUTPUT) if key in stored), None)
         with single_process():
-            model = meta_model(hf, num_vocab_rows=rows or hf.text_config.vocab_size)
+            model = meta_model(hf, num_vocab_rows=rows or embedding_rows(hf))
             own_names = own_parameters(plans, layers)
             _allocate(model, own_names)
             attach_adapters(model, plans, layers, tp_size=1, tp_rank=0, seed=0)

@@ -27,6 +27,7 @@ from llava_mcore.files.hf_folder import HfFolder, plan_file, write_tensors
 from llava_mcore.files.tensor_bytes import sha256
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.decoder import padded_vocab_size
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties, write_ties
@@ -152,7 +153,7 @@ def model_and_table(hf: PretrainedConfig, folder: HfFolder, *, tp: int) -> tuple
     Raises:
         ConversionError: lists everything that does not fit.
     """
-    rows = padded_vocab_size(hf.text_config.vocab_size, divisible_by=VOCAB_DIVISIBLE_BY, tensor_model_parallel_size=tp)
+    rows = padded_vocab_size(embedding_rows(hf), divisible_by=VOCAB_DIVISIBLE_BY, tensor_model_parallel_size=tp)
     model = meta_model(hf, num_vocab_rows=rows)
     table = checked_table(hf, folder, parameter_shapes(model), rows)
     check_shard_rules(table, model)

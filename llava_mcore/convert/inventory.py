@@ -23,7 +23,7 @@ from llava_mcore.files.hf_folder import DTYPES, HfFolder
 from llava_mcore.files.regular import read_object
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
-from llava_mcore.models.language.families.registry import language_family
+from llava_mcore.models.language.families.registry import embedding_rows, language_family
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.tied_weights import settle_ties
 from llava_mcore.models.vision.registry import vision_family
@@ -105,7 +105,7 @@ def of_hf(folder: Path) -> Inventory:
     weights = HfFolder.open(folder)
     settle_ties(hf, weights)
     names = detect_names(hf, weights.tensors, source=str(folder))
-    table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=hf.text_config.vocab_size)
+    table = mapping_table(hf, names, hf_tensors=weights.tensors, padded_vocab_size=embedding_rows(hf))
     files = {x.file for x in weights.tensors.values()}
     kind = architecture_of(hf).model_class.__name__
     facts = [f"{folder}: {kind} in {len(files)} weight file(s)", *_model_facts(hf)]

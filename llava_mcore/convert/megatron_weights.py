@@ -21,6 +21,7 @@ from llava_mcore.files.hf_files import SINGLE, has_weights, require_own_files
 from llava_mcore.files.hf_folder import HfFolder, TensorInfo, infos_from_record
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import detect_names, mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.tied_weights import settle_ties
@@ -85,7 +86,7 @@ class HfSide:
 
 def tensors_of_config(hf: PretrainedConfig) -> dict[str, TensorInfo]:
     """Return the tensors of a model's parameters, under llava-hf's names, in one file."""
-    rows = hf.text_config.vocab_size
+    rows = embedding_rows(hf)
     table = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=rows)
     with single_process():
         shapes = parameter_shapes(meta_model(hf, num_vocab_rows=rows))

@@ -90,6 +90,16 @@ TABLE_PATCH_FIELDS: Fields = {
     POSITION_ROWS: Field((torch.int64,)),
 }
 """The same for a tower that looks up the position of a patch in its table."""
+IMAGE_POSITIONS, ASPECT_RATIO_IDS = "image_positions", "aspect_ratio_ids"
+"""For decoders that attend to images: the token of each image, and the number of its grid of tiles."""
+ATTENDED_FIELDS: Fields = {
+    PIXEL_VALUES: Field((torch.uint8, torch.float32), (3, None, None)),
+    PIXEL_SCALE: Field((torch.float32,), (3,), shared=True),
+    IMAGE_POSITIONS: Field((torch.int64,), index_of="tokens"),
+    ASPECT_RATIO_IDS: Field((torch.int64,)),
+    MEDIA_SEQLENS: Field((torch.int32,)),
+}
+"""Tiles of images whose features take the place of no token; MEDIA_SEQLENS are the patches of an image's tiles."""
 
 
 AUDIO_FIELDS: Fields = {

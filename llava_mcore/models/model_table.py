@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.language.families.dense import end_entries
-from llava_mcore.models.language.families.registry import language_family
+from llava_mcore.models.language.families.registry import embedding_rows, language_family
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.weights.names import HasShape, HfNames, TextNames
 from llava_mcore.weights.table import REPLICATED, Entry, MappingTable
@@ -45,7 +45,7 @@ def mapping_table(
         *tower.weight_entries(vision, megatron="vision_model.", prefix=names.vision, num_layers=num_layers),
         *connector.weight_entries(hf, megatron="vision_projection.", prefix=names.projection),
         *([Entry("vision_projection.image_newline", names.newline, REPLICATED)] if names.newline else []),
-        *end_entries(text, text_names, padded_vocab_size=padded_vocab_size, tied=tied),
+        *end_entries(text, text_names, padded_vocab_size=padded_vocab_size, tied=tied, rows=embedding_rows(hf)),
         *language_family(text).weight_entries(text, text_names),
     ]
     # Tensors that only some files have.

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from llava_mcore.media.batch_fields import (
     FEATURE_POSITIONS,
     FEATURE_ROWS,
+    IMAGE_POSITIONS,
     NEWLINE_POSITIONS,
     PIXEL_SCALE,
     PIXEL_VALUES,
@@ -37,13 +38,14 @@ from llava_mcore.media.batch_fields import (
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.configs import ModelOptions, part_configs
 from llava_mcore.models.image_tokens import insert_features, scatter_each
+from llava_mcore.models.language.cross_attention import image_context
 from llava_mcore.models.language.decoder import (
     LanguageModel,
     padded_vocab_size,
     require_deepstack_layers,
     require_within,
 )
-from llava_mcore.models.language.families.registry import language_family, limiting_window
+from llava_mcore.models.language.families.registry import embedding_rows, language_family, limiting_window
 from llava_mcore.models.language.router import token_weights
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
@@ -91,7 +93,7 @@ class VisionLanguageModel(MegatronModule):
             language_family(hf.text_config).shape(hf.text_config),
             tied=ties_embeddings(hf),
             num_rows=padded_vocab_size(
-                hf.text_config.vocab_size,
+                embedding_rows(hf),
                 divisible_by=options.make_vocab_size_divisible_by,
                 tensor_model_parallel_size=options.tensor_model_parallel_size,
             ),
@@ -104,6 +106,7 @@ class VisionLanguageModel(MegatronModule):
             # Features of inner layers are added after the first decoder layers, which must be here too.
             needed = min(self.num_deepstack, hf.text_config.num_hidden_layers)
             require_deepstack_layers(needed, len(self.language_model.decoder.layers))
+        self.attends_to_images = bool(self.language_model.shape.cross_layers)
         self.window = limiting_window(hf.text_config)
 
     def forward(
@@ -141,10 +144,10 @@ class VisionLanguageModel(MegatronModule):
         length = input_ids.shape[1] * self.config.context_parallel_size
         require_within(self.window, length if packed_seq_params is None else packed_seq_params.max_seqlen_q)
         # The first stage puts features over the embeddings of their placeholders.
-        decoder_input, deepstack = None, None
+        decoder_input, beside = None, dict[str, Tensor]()
         if self.pre_process:
-            decoder_input, deepstack = self.decoder_input(
-                input_ids, position_ids, media, max_media_seqlen, media_lengths
+            decoder_input, beside = self.decoder_input(
+                input_ids, position_ids, media, max_media_seqlen, media_lengths, packed_seq_params
             )
         return self.language_model(
             input_ids,
@@ -155,7 +158,7 @@ class VisionLanguageModel(MegatronModule):
             loss_mask=loss_mask,
             packed_seq_params=packed_seq_params,
             padding_mask=token_weights(self.config, loss_mask, packed_seq_params),
-            extra_block_kwargs={"context": deepstack},
+            extra_block_kwargs=beside,
             output_processor=self.language_model.loss_or_logits,
             output_processor_context=num_trained,
         )
@@ -167,25 +170,33 @@ class VisionLanguageModel(MegatronModule):
         media: Mapping[str, Tensor],
         max_media_seqlen: int = 0,
         media_lengths: MediaLengths | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the first stage's decoder layers take; the arguments are those of `forward`.
 
         Returns:
-            Embeddings with features [s, b, h], and what is added after the first layers [k, s, b, h], where the
-            architecture has such features; with sequence parallelism this rank's part of the tokens.
+            Embeddings with features [s, b, h]; with sequence parallelism this rank's part of the tokens. And by its
+            name what layers take beside them: `context`, which is added after the first layers [k, s, b, h], or which
+            tokens attend to, with `context_mask`.
         """
         # In this order the backward pass ends with the tower, as the list of parameters begins with it: gradients are
         # reduced in the reverse order of that list, while earlier parts are still computed.
         features = self.image_features(media, max_media_seqlen, media_lengths)
         embeddings = self.language_model.embed(input_ids, position_ids)
-        decoder_input, deepstack = self._with_features(embeddings, features, media)
+        if self.attends_to_images:
+            decoder_input, deepstack = embeddings, None
+        else:
+            decoder_input, deepstack = self._with_features(embeddings, features, media)
         if torch.is_grad_enabled() and not decoder_input.requires_grad and self._needs_input_gradient():
             decoder_input.requires_grad_()
         if self.config.sequence_parallel:  # each rank continues with its part of the tokens, [s / tp, b, h]
             decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
             if deepstack is not None:
                 deepstack = scatter_each(deepstack)
-        return decoder_input, deepstack
+        if self.attends_to_images:
+            real = self.vision_model.real_features(media)
+            return decoder_input, image_context(features, media[IMAGE_POSITIONS], real, input_ids, packed_seq_params)
+        return decoder_input, {} if deepstack is None else {"context": deepstack}
 
     def _with_features(
         self, embeddings: Tensor, features: Tensor, media: Mapping[str, Tensor]

@@ -18,14 +18,17 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.mllama.modeling_mllama import MllamaTextRMSNorm
 
 from llava_mcore.models.audio.encoder import AudioTransformer
+from llava_mcore.models.language.cross_attention import CrossAttention, CrossAttentionLayer
 from llava_mcore.models.language.delta_net import PROJECTIONS, DeltaNet
 from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.recorder import Recorder
 from llava_mcore.models.vision.patches import PatchTransformer
+from llava_mcore.models.vision.tiled import TiledTransformer
 from llava_mcore.models.vision.transformer import NormedHeadsAttention, VisionTransformer
 from llava_mcore.weights.names import HfNames, LayerNames
 
@@ -63,8 +66,10 @@ def _tensor_of(name: str, kind: type[nn.Module], output: Any) -> dict[str, Tenso
         return {}
     if x.ndim == 2:  # of packed patches
         return {name: x[None]}
-    if kind is Gemma3RMSNorm and x.ndim == 4:  # alone in normalizing heads [b, heads, s, f]
+    if kind in (Gemma3RMSNorm, MllamaTextRMSNorm) and x.ndim == 4:  # alone in normalizing heads [b, heads, s, f]
         x = x.transpose(1, 2)
+    if x.ndim == 5:  # of the tiles of images [b, images, tiles, s, f]
+        x = x.flatten(0, 2)
     if kind in (nn.Conv1d, nn.Conv2d):
         return {name: x.flatten(2).transpose(1, 2)}
     return {name: x.flatten(2)}
@@ -106,8 +111,20 @@ def _watch_vision(recorder: Recorder, model: VisionLanguageModel, names: HfNames
         recorder.watch(tower.conv1, lambda out: {v + "conv1": out[..., 1:-1].transpose(1, 2)})
         recorder.watch(tower.conv2, lambda out: {v + "conv2": out.transpose(1, 2)})
         recorder.watch(tower.ln_post, lambda out: {v + "layer_norm": out[None]})
+    elif isinstance(tower, TiledTransformer):
+        _watch_tiled(recorder, tower, v, gather)
     else:
         _watch_ends(recorder, tower, v)
+
+
+def _watch_tiled(recorder: Recorder, tower: TiledTransformer, v: str, gather: Gather) -> None:
+    """Record the global layers of a tower for the tiles of an image, and what surrounds all layers."""
+    for layer in tower.global_decoder.layers:
+        prefix = f"{v}{tower.shape.global_layers_name}{layer.layer_number - 1}"
+        _watch_layer(recorder, layer, prefix, tower.shape.names, gather)
+    recorder.watch(tower.conv1, lambda out: {v + tower.shape.conv_name: out.flatten(2).transpose(1, 2)})
+    recorder.watch(tower.ln_pre, lambda out: {v + "layernorm_pre": out.flatten(2)})
+    recorder.watch(tower.ln_post, lambda out: {v + "layernorm_post": _batch_first(out)})
 
 
 def _watch_ends(recorder: Recorder, tower: VisionTransformer, v: str) -> None:
@@ -145,8 +162,12 @@ def _watch_layer(
         parts = _batch_first(_with_bias(out)).chunk(1 + mlp.config.gated_linear_unit, dim=-1)
         return _named(inside, hf.into, [gather(x)[..., :ffn] for x in parts])
 
-    recorder.watch(layer.input_layernorm, lambda out: {inside + hf.norm_before: _batch_first(out)})
-    if isinstance(layer.self_attention, DeltaNet):
+    to_images = isinstance(layer, CrossAttentionLayer)
+    norm = layer.pre_cross_attn_layernorm if to_images else layer.input_layernorm
+    recorder.watch(norm, lambda out: {inside + hf.norm_before: _batch_first(out)})
+    if to_images:
+        _watch_cross_attention(recorder, layer.cross_attention, inside + "cross_attn.", gather)
+    elif isinstance(layer.self_attention, DeltaNet):
         _watch_delta_net(recorder, layer.self_attention, inside + "linear_attn.", gather)
     else:
         _watch_attention(recorder, layer.self_attention, inside, hf, gather)
@@ -193,6 +214,18 @@ def _watch_attention(
         recorder.watch(attention.query_norm, partial(heads, f"{inside}attention.q_norm"))
         recorder.watch(attention.key_norm, partial(heads, f"{inside}attention.k_norm"))
     _watch_output(recorder, attention.linear_proj, inside, hf.attention_out, hf.norm_after_attention)
+
+
+def _watch_cross_attention(recorder: Recorder, attention: CrossAttention, inside: str, gather: Gather) -> None:
+    """Record attention to images, of one sample: features of all its images follow each other, and one of zeros."""
+
+    def heads(name: str, count: int | None, out: Tensor) -> dict[str, Tensor]:
+        return {inside + name: gather(out[:count].flatten(1))[None]}
+
+    recorder.watch(attention.linear_q, lambda out: {inside + "q_proj": gather(_batch_first(_with_bias(out)))})
+    recorder.watch(attention.q_layernorm, partial(heads, "q_norm", None))
+    recorder.watch(attention.k_layernorm, partial(heads, "k_norm", -1))
+    recorder.watch(attention.linear_proj, lambda out: {inside + "o_proj": _batch_first(_with_bias(out))})
 
 
 def _watch_delta_net(recorder: Recorder, net: DeltaNet, inside: str, gather: Gather) -> None:

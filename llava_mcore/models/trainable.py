@@ -14,6 +14,7 @@ from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.expanded import prefixes_of_expanded
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.registry import vision_family
@@ -83,7 +84,7 @@ def trained_parameters(hf: PretrainedConfig, model: ModelConfig) -> dict[str, bo
 
 
 def _pieces(hf: PretrainedConfig) -> list[_HfTensor]:
-    rows = hf.text_config.vocab_size  # only names are needed
+    rows = embedding_rows(hf)  # only names are needed
     styles = (usual_names(hf), *architecture_of(hf).names.styles)  # a pattern may refer to any of them
     tables = [mapping_table(hf, names, hf_tensors={}, padded_vocab_size=rows).entries for names in styles]
     return [

@@ -56,6 +56,10 @@ TEXTS: dict[str, Values] = {
         **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
         **{"shared_expert_intermediate_size": 512, **_DELTA},
     },
+    "mllama_text_model": {
+        **_text(4096, 14336, 40, 32, 8, 128256, max_position_embeddings=131072),
+        **{"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
+    },
 }
 """By model_type of the language model."""
 
@@ -91,6 +95,12 @@ TOWERS: dict[str, Values] = {
         **{"num_mel_bins": 128, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120},
         **{"d_model": 1280, "max_source_positions": 1500},
     },
+    "mllama_vision_model": {
+        **{"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_global_layers": 8},
+        **{"attention_heads": 16, "num_channels": 3, "image_size": 448, "patch_size": 14, "max_num_tiles": 4},
+        **{"vision_output_dim": 7680},
+        **{"supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]},
+    },
 }
 """By model_type of the tower."""
 
@@ -109,6 +119,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "qwen3_vl_moe": ("qwen3_vl_moe_text", "qwen3_vl_moe_vision"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision"),
     "qwen2_audio": ("qwen2", "qwen2_audio_encoder"),
+    "mllama": ("mllama_text_model", "mllama_vision_model"),
 }
 """model_types of language model and tower where config.json does not name them, by that of the class."""
 

@@ -71,7 +71,7 @@ def _tiles(model: Model, width: int, height: int) -> tuple[int, int]:
         rows, columns = math.ceil(height * scale / side), math.ceil(width * scale / side)
         tiles = 1 if rows * columns == 1 else rows * columns + 1
         return tiles, tiles * (per_tile + 2) + rows + 2
-    return 1, per_tile
+    return 1, 1 if model.model_type == "mllama" else per_tile
 
 
 def _anyres(model: Model, width: int, height: int) -> tuple[int, int]:

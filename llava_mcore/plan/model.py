@@ -58,6 +58,10 @@ class Decoder:
     experts: ExpertShape | None = None
     expanded: int = 0
     """Layers that build --expand-layers has inserted."""
+    cross_layers: int = 0
+    """Layers that attend to images in place of tokens: with two gates and norms of heads."""
+    more_rows: int = 0
+    """Tokens that have an embedding and are not predicted."""
 
     @property
     def queries(self) -> int:
@@ -124,6 +128,7 @@ class Decoder:
         """All parameters of a layer, the mean over the layers."""
         biases = (self.qkv if self.qkv_bias else 0) + (2 * self.head_dim if self.head_norms else 0)
         small = biases + self.delta_share * (self.delta_small - biases)
+        small += self.cross_layers / self.num_layers * (2 + 2 * self.head_dim)
         return self.layer_weights + self.expert_weights + self.num_norms * self.hidden + small
 
 
@@ -237,7 +242,7 @@ class Model:
     def language_parameters(self) -> float:
         """Parameters of the language model without padding of the vocabulary."""
         d = self.decoder
-        ends = (1 if d.tied else 2) * d.vocab * d.hidden + d.hidden
+        ends = ((1 if d.tied else 2) * d.vocab + d.more_rows) * d.hidden + d.hidden
         return d.num_layers * d.layer_parameters + ends
 
     @property
@@ -270,4 +275,5 @@ class Model:
             num_experts=0 if d.experts is None else d.experts.count,
             expert_ffn_hidden_size=0 if d.experts is None else d.experts.ffn,
             shared_ffn_hidden_size=0 if d.experts is None else d.experts.shared,
+            num_cross_layers=d.cross_layers,
         )

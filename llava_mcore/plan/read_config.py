@@ -98,7 +98,7 @@ def _model(kind: str, values: Values, processor: Values) -> Model:
         text_kind,
         text,
         len(top_level.get("expanded_layers") or ()),
-        tied=kind != "qwen2_audio" and bool(top_level.get("tie_word_embeddings")),
+        tied=kind not in ("qwen2_audio", "mllama") and bool(top_level.get("tie_word_embeddings")),
     )
     tower = read_tower(named, vision, top_level)
     inner = len(vision.get("deepstack_visual_indexes", ())) if kind in ("qwen3_vl", "qwen3_vl_moe") else 0
@@ -138,6 +138,8 @@ def _decoder(kind: str, text: Values, expanded: int, *, tied: bool) -> Decoder:
         window=int(text["sliding_window"]) if windows and text.get("sliding_window") else None,
         experts=experts,
         expanded=expanded,
+        cross_layers=len(text.get("cross_attention_layers", ())),
+        more_rows=8 if kind == "mllama_text_model" else 0,
         **delta,
     )
 

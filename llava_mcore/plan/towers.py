@@ -24,6 +24,8 @@ def read_tower(kind: str, vision: Values, top_level: Values) -> Tower:
         return _qwen(kind, vision)
     if kind == "qwen2_audio_encoder":
         return _audio(vision)
+    if kind == "mllama_vision_model":
+        return _mllama(vision)
     return _vit(kind, vision, top_level)
 
 
@@ -121,6 +123,33 @@ def _audio(audio: Values) -> Tower:
     )
 
 
+def _mllama(vision: Values) -> Tower:
+    """Mllama's: the tiles of an image, padding among them, are one sequence, so that an image counts as one tile."""
+    h, ffn = int(vision["hidden_size"]), int(vision["intermediate_size"])
+    side, patch, tiles = _side(vision["image_size"]), _side(vision["patch_size"]), int(vision["max_num_tiles"])
+    layers, gated = int(vision["num_hidden_layers"]), int(vision["num_global_layers"])
+    table = ((side // patch) ** 2 + 1) * h
+    values, grids = int(vision["num_channels"]) * patch**2, len(vision["supported_aspect_ratios"]) + 1
+    return Tower(
+        "mllama_vision_model",
+        num_layers=layers + gated,
+        all_layers=layers + gated,
+        hidden=h,
+        ffn=ffn,
+        heads=int(vision["attention_heads"]),
+        gated=False,
+        patch=patch,
+        positions=tiles * -(-table // h // 8) * 8,
+        patch_values=values,
+        embedding=values * h,
+        small=h + table + grids * tiles * (table + 2 * h) + 4 * h + 3 + 2 * gated,
+        layer_small=ffn + h + 4 * h,
+        image_side=side,
+        keeps_class_token=True,
+        padded_ffn=ffn,
+    )
+
+
 def read_connector(kind: str, tower: Tower, decoder: Decoder, top_level: Values, inner: int) -> ConnectorShape:
     """Return the sizes of the connector of a class. `inner`: connectors of the tower's inner layers beside it."""
     w, h = tower.hidden, decoder.hidden
@@ -135,6 +164,8 @@ def read_connector(kind: str, tower: Tower, decoder: Decoder, top_level: Values,
         return ConnectorShape((LinearShape(w, h, seen), LinearShape(h, h, seen)), bias + newline, h)
     if kind == "qwen2_audio":
         return ConnectorShape((LinearShape(w, h, 0.5),), h, h)
+    if kind == "mllama":
+        return ConnectorShape((LinearShape(int(top_level["vision_config"]["vision_output_dim"]), h),), h, h)
     if kind == "idefics2":
         return _perceiver(tower, decoder, top_level)
     if kind in ("idefics3", "smolvlm"):

@@ -15,8 +15,8 @@ from tests.parallel import test_any_size, test_generate
 YES, UNTESTED, NO = "yes", "untested", "no"
 LLAVA = "llava"
 """What most tests of a feature run with."""
-PACKED = {LLAVA, *MAKERS, *(case.architecture for case in test_any_size.OF_ANY_SIZE), *WITH_EXPERTS}
-"""tests/parallel: test_packing, test_classes, test_any_size; with experts tests/unit/models/test_qwen.py."""
+PACKED = {LLAVA, *MAKERS, *(case.architecture for case in test_any_size.OF_ANY_SIZE), *WITH_EXPERTS, "mllama"}
+"""tests/parallel: test_packing, test_classes, test_any_size, test_mllama; with experts unit/models/test_qwen.py."""
 ADAPTED = {case.architecture for case in EACH_CLASS}
 QUANTIZED = ADAPTED - set(WITH_EXPERTS)
 """tests/unit/adapters/test_adapter_classes.py."""

@@ -29,6 +29,7 @@ from tests.helpers.tiny_audio import RATE, make_hf_audio, wave
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import hf_pictures, make_hf_idefics2
+from tests.helpers.tiny_mllama import attended_inputs, make_hf_mllama
 from tests.helpers.tiny_qwen import KINDS, ROPE, make_hf_qwen
 
 LLAMA3_ROPE = {
@@ -138,6 +139,7 @@ CASES = [
     Case("qwen3_5", "qwen3_5", {"tie": True}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen3_5"),
     Case("qwen3_5_moe", "qwen3_5_moe", {}, ONE_PROCESS, "qwen3_5_moe"),
     Case("qwen2_audio_encoder", "qwen2", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "qwen2_audio"),
+    Case("mllama", "mllama", {}, (*ONE_PROCESS, (2, 1)), "mllama"),
 ]
 
 SHORT_AUDIO = Case("qwen2_audio_encoder", "qwen2", {"seconds": 4}, None, "qwen2_audio")
@@ -156,6 +158,8 @@ def make_case(case: Case, folder: Path) -> Any:
         return make_hf_qwen(folder, case.architecture, **case.options)
     if case.architecture == "qwen2_audio":
         return make_hf_audio(folder, **case.options)
+    if case.architecture == "mllama":
+        return make_hf_mllama(folder)
     return make_hf_llava(folder, architecture=case.architecture, **options)
 
 
@@ -163,6 +167,8 @@ def case_inputs(case: Case, model: PreTrainedModel, folder: Path) -> dict[str, t
     """Return what the case is tested on: images as its own processor makes them, if their sizes matter."""
     if case.architecture == "qwen2_audio":
         return audio_inputs(folder)
+    if case.architecture == "mllama":
+        return attended_inputs(folder)
     if case.architecture in KINDS:
         plan = load_assets(folder).plan
         assert isinstance(plan, PatchPlan)

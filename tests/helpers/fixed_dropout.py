@@ -19,12 +19,15 @@ TEXT = "language_model."
 
 SHARED = ".shared_expert."
 """In the names of layers that read the tokens of all samples at once in transformers."""
+OF_FEATURES = (".cross_attn.k_proj", ".cross_attn.v_proj")
+"""At the ends of names of layers that read the features of images, tile by tile in transformers."""
 
 
 def mask(layer: str, num_tokens: int, width: int) -> Tensor:
     """Return the factors of what a layer reads, [tokens, width]."""
     generator = torch.Generator().manual_seed(zlib.crc32(layer.encode()))
-    num_rows = num_tokens if TEXT in layer and SHARED not in layer else 1
+    differ = TEXT in layer and SHARED not in layer and not layer.endswith(OF_FEATURES)
+    num_rows = num_tokens if differ else 1
     kept = torch.rand(num_rows, width, generator=generator) >= RATE
     return (kept / (1 - RATE)).expand(num_tokens, -1)
 

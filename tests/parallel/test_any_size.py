@@ -25,10 +25,11 @@ CONSTANT = {SHORT_AUDIO.name: {"0.vision_model.position_embeddings.weight"}}
 """What training leaves as it is: Whisper's positions are those of sines."""
 SIZES = ((56, 56), (130, 60), (50, 140), (120, 115), (30, 31))
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
-OF_ANY_SIZE = [x for x in CASES if x.architecture not in ("llava", *WITH_EXPERTS)]
+ELSEWHERE = (*WITH_EXPERTS, "mllama")
+"""Experts need sequence parallelism to train at tp 2: test_experts. Mllama has one stage: test_mllama."""
+OF_ANY_SIZE = [x for x in CASES if x.architecture not in ("llava", *ELSEWHERE)]
 OF_ANY_SIZE = [SHORT_AUDIO if x.architecture == SHORT_AUDIO.architecture else x for x in OF_ANY_SIZE]
-RESUMED = [x for x in EACH_CLASS if x.architecture not in WITH_EXPERTS]
-"""Experts need sequence parallelism to train at tp 2; test_experts trains and resumes those."""
+RESUMED = [x for x in EACH_CLASS if x.architecture not in ELSEWHERE]
 FIRST_OF_CLASS = {x.architecture: x.name for x in reversed(OF_ANY_SIZE)}
 """Architecture -> its case that trains at (2, 1) or (1, 2), too, in turns; all cases train at (1, 1) and (2, 2)."""
 

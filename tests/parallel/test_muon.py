@@ -19,7 +19,7 @@ from tests.parallel.muon_checks import Layout, kinds_of
 from tests.parallel.training_checks import MIXED
 
 ONE: Layout = (1, 1, 1, 1, 1)
-LAYOUTS: list[Layout] = [ONE, (2, 1, 1, 1, 2), (1, 1, 2, 1, 1), (1, 2, 2, 2, 1), (2, 1, 2, 2, 1)]
+LAYOUTS: list[Layout] = [ONE, (2, 1, 1, 1, 2), (1, 1, 2, 1, 1), (1, 2, 2, 2, 1), (2, 1, 2, 2, 1), (1, 1, 2, 1, 1, 2)]
 """Each resumes what the one before it has saved, too."""
 COEFFICIENTS = (
     (4.0848, -6.8946, 2.9270),

@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers as hf
 
+from llava_mcore.build.tiny.mllama import write_mllama
 from llava_mcore.build.tiny.parts import (
     PAD,
     PATCH,
@@ -184,5 +185,6 @@ _WRITERS: dict[str, Callable[[str, Path, int], None]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), _write_idefics3),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), write_qwen_vl),
     "qwen2_audio": write_qwen2_audio,
+    "mllama": write_mllama,
 }
 """By model_type; a test compares them with the supported classes."""

@@ -124,4 +124,5 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = "norm" in name and name.endswith("weight") and name not in centered
-            parameter.copy_(1 + 0.1 * noise if is_scale else 0.08 * noise)
+            is_gate = parameter.numel() == 1  # of a whole layer, which would hardly count
+            parameter.copy_(noise if is_gate else 1 + 0.1 * noise if is_scale else 0.08 * noise)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from llava_mcore.config.needs import check_needs
 from llava_mcore.config.rules.adapter import check_adapter, trains_projection, trains_tower
 from llava_mcore.config.rules.context import check_context, check_context_model
+from llava_mcore.config.rules.cross_attention import check_cross_attention, check_cross_stages
 from llava_mcore.config.rules.delta_nets import FP8_MULTIPLE, check_delta_nets
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.experts import check_experts
@@ -68,7 +69,7 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_
             f"--pp {pp} does not divide the number of layers of the language model, which is {dims.num_layers} "
             f"in {source}: this model can use {_divisors(dims.num_layers)}"
         )
-    return errors
+    return errors + check_cross_stages(dims, pp, source)
 
 
 def check_parts(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_parallel: bool = False) -> list[str]:
@@ -133,7 +134,8 @@ def check_run(
         if run.training.fp8_vision:
             errors += check_fp8_tower(dims, 1 if divides else tp, source)
         errors += [*check_delta_nets(run, dims, source), *check_experts(run, dims, world_size, source)]
-        errors += check_context_model(run, dims, source)
+        errors += [*check_context_model(run, dims, source), *check_cross_attention(run, dims, source)]
+        errors += check_cross_stages(dims, pp, source) if pp != even_pp else []
         if run.model.drop_class_token and dims.keeps_class_token:
             errors.append(
                 f"--no-add-class-token, but {source} keeps the class token (vision_feature_select_strategy full): "

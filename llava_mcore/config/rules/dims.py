@@ -17,7 +17,7 @@ class ModelDims:
     of the layers that have a gated delta net in place of attention, 0 if there are none; `delta_width`: rows of the
     first matrix of such a net. `num_experts`: of the layers that have a mixture in place of an MLP, 0 if there are
     none; `expert_ffn_hidden_size`, `shared_ffn_hidden_size`: the width inside one of them, and inside what all tokens
-    share.
+    share. `num_cross_layers`: layers that attend to images in place of tokens.
     """
 
     num_layers: int
@@ -41,6 +41,7 @@ class ModelDims:
     num_experts: int = 0
     expert_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
+    num_cross_layers: int = 0
 
     @property
     def num_deepstack_layers(self) -> int:

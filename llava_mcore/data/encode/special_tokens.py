@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from llava_mcore.data.encode.marks import TYPES, escape
 from llava_mcore.errors import DataError
 from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.language.families.registry import embedding_rows
 
 
 def choose_tokens(tokenizer: PreTrainedTokenizerBase, ids: Mapping[str, int | None], errors: list[str]) -> None:
@@ -53,7 +54,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
     expected = config.audio_token_id if key == "audio_token_id" else config.image_token_id
     if token_id is not None and token_id != expected:
         errors.append(f"{key} is {expected} in config.json, but {token} is token {token_id}")
-    rows = config.text_config.vocab_size
+    rows = embedding_rows(config)
     beyond = sorted((i, token) for token, i in vocab.items() if i >= rows)
     if beyond:
         listed = ", ".join(f"{token} = {i}" for i, token in beyond[:5])

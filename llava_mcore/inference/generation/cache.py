@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from llava_mcore.compat.delta_rule import torch_step
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.language.cross_attention import CrossAttentionLayer, MaskedAttention
 from llava_mcore.models.language.delta_net import DeltaNet, DeltaRule
 from llava_mcore.models.multimodal import VisionLanguageModel
 
@@ -35,7 +36,8 @@ class CachedRows:
 
     `prefilled`: the row whose prompt is being read, of `prompt_length` tokens before its padding; None while every row
     gets one token. `lengths`: int64 [r] on the
-    device, tokens of each row before this pass. `longest`: the largest of them.
+    device, tokens of each row before this pass. `longest`: the largest of them. `sees_images`: bool [r], whether the
+    tokens of a row's answer see an image, in a model whose layers attend to images.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -44,6 +46,7 @@ class CachedRows:
         self.prompt_length = 0
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.longest = 0
+        self.sees_images = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
 
 class CachedAttention(SDPAttention):
@@ -169,6 +172,33 @@ class CachedDeltaRule(DeltaRule):
         return self.inputs, self.state
 
 
+class CachedImages(MaskedAttention):
+    """Attention to images that keeps the keys and values that the last token of each row's prompt sees."""
+
+    def __init__(self, rows: CachedRows) -> None:
+        super().__init__()
+        self.rows = rows
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None, seen: Tensor) -> Tensor:
+        """Attend to a prompt's images, or to those of each row; arguments as for `MaskedAttention`.
+
+        Returns:
+            [t, n * d]; zeros for tokens beyond the last row.
+        """
+        row = self.rows.prefilled
+        if row is not None:
+            assert key is not None and value is not None
+            last = seen[self.rows.prompt_length - 1]
+            self.kept[row] = key[last], value[last]
+            return super().forward(query, key, value, seen)
+        out = query.new_zeros(len(query), query.shape[1] * query.shape[2])
+        for index, (keys, values) in self.kept.items():
+            everything = seen.new_ones(1, len(keys))
+            out[index] = super().forward(query[index : index + 1], keys, values, everything)[0]
+        return out
+
+
 def _grown(before: Tensor | None, larger: Tensor) -> Tensor:
     """Copy what is in a cache into a larger one."""
     if before is not None:
@@ -185,7 +215,10 @@ def cached_rows(models: Sequence[VisionLanguageModel], num_rows: int, device: to
         softcap = model.language_model.shape.attention_softcap
         for layer in model.language_model.decoder.layers:
             mixer: nn.Module = layer.self_attention
-            if isinstance(mixer, DeltaNet):
+            if isinstance(layer, CrossAttentionLayer):
+                mixer = layer.cross_attention
+                name, cached = "core_attention", CachedImages(rows)
+            elif isinstance(mixer, DeltaNet):
                 name, cached = "delta_rule", CachedDeltaRule(mixer, rows)
             else:
                 name, cached = "core_attention", CachedAttention(model.config, layer.layer_number, softcap, rows)

@@ -60,8 +60,8 @@ def _angles(position_ids: Tensor, inv_freq: Tensor) -> Tensor:
     return torch.cat((angles, angles), dim=-1)[:, None, None]
 
 
-Start = Callable[[VisionLanguageModel], tuple[Tensor, Tensor | None]]
-"""Computes the input of the first stage's layers, and what is added after the first of them."""
+Start = Callable[[VisionLanguageModel], tuple[Tensor, dict[str, Tensor]]]
+"""Computes the input of the first stage's layers, and by its name what they take beside it."""
 
 
 class CachedModel:
@@ -94,10 +94,13 @@ class CachedModel:
         """
         self.rows.prefilled, self.rows.prompt_length = row, length
 
-        def start(model: VisionLanguageModel) -> tuple[Tensor, Tensor | None]:
-            return model.decoder_input(
+        def start(model: VisionLanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
+            hidden, beside = model.decoder_input(
                 batch.input_ids, batch.position_ids, batch.media, batch.max_media_seqlen, batch.media_lengths
             )
+            if model.attends_to_images:
+                self.rows.sees_images[row] = beside["context_mask"][length - 1, -1]
+            return hidden, beside
 
         hidden = self._run(start, batch.position_ids)
         self.rows.prefilled = None
@@ -126,11 +129,12 @@ class CachedModel:
         axes = self.models[0].language_model.shape.rope.axes
         by_axis = position_ids if axes is None else position_ids.expand(int(axes.max()) + 1, 1, -1)
 
-        def start(model: VisionLanguageModel) -> tuple[Tensor, Tensor | None]:
+        def start(model: VisionLanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
             embeddings = model.language_model.embed(ids, position_ids)
             if self._parts > 1:
                 embeddings = tensor_parallel.scatter_to_sequence_parallel_region(embeddings)
-            return embeddings, None
+            seen = torch.nn.functional.pad(rows.sees_images, padding)[:, None]
+            return embeddings, {"context_mask": seen} if model.attends_to_images else {}
 
         hidden = self._run(start, by_axis)
         return None if hidden is None else self.models[-1].language_model.local_logits(hidden)[: rows.num_rows, 0]
@@ -139,15 +143,15 @@ class CachedModel:
         """Run all chunks of this rank, one row of tokens; the last stage returns hidden states [s, 1, h]."""
         hidden: Tensor | None = None
         for model, angles in zip(self.models, self._angles, strict=True):
-            deepstack = None
+            beside = dict[str, Tensor]()
             if model.pre_process:
-                hidden, deepstack = start(model)
+                hidden, beside = start(model)
             else:
                 hidden = self._received(position_ids.shape[-1])
                 model.set_input_tensor(hidden)
             with angles.of(position_ids) as rotary:
                 hidden = model.language_model.decoder(
-                    hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, context=deepstack
+                    hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, **beside
                 )
             if not model.post_process:
                 self._send(hidden)

@@ -193,6 +193,7 @@ def model_dims(hf: PretrainedConfig) -> ModelDims:
         num_deepstack=architecture_of(hf).num_deepstack(hf),
         keeps_class_token=tower.has_class_token(vision) and not features.drop_first_token,
         projection_ffn_hidden_size=architecture_of(hf).connector(hf).config_from_hf(hf)["ffn_hidden_size"],
+        num_cross_layers=len(language_family(text).shape(text).cross_layers),
         **language_family(text).delta_dims(text),
         **language_family(text).expert_dims(text),
     )

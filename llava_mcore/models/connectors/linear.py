@@ -1,4 +1,4 @@
-"""Qwen2-Audio's projector: one linear layer with a bias."""
+"""The projector of Qwen2-Audio and Mllama: one linear layer with a bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from llava_mcore.weights.table import COLUMN, Entry
 
 
 class LinearConnector(Connector):
-    """`linear`, as wide as the language model."""
+    """A layer as wide as the language model. `name`: in files."""
+
+    def __init__(self, name: str = "linear") -> None:
+        self.name = name
 
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields; its hidden size is the language model's."""
@@ -33,7 +36,9 @@ class LinearConnector(Connector):
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str) -> list[Entry]:
         """Return the entries of weight and bias."""
-        return list(Entry(megatron + "encoder.{wb}", prefix + "linear.{wb}", COLUMN).expand(wb=("weight", "bias")))
+        return list(
+            Entry(megatron + "encoder.{wb}", f"{prefix}{self.name}.{{wb}}", COLUMN).expand(wb=("weight", "bias"))
+        )
 
     def products(self, hf: PretrainedConfig, *, input_size: int, num_features: int) -> list[int]:
         """Return the FLOPs of the matrix."""
@@ -41,7 +46,7 @@ class LinearConnector(Connector):
 
     def outputs(self, module: nn.Module) -> Mapping[str, Output]:
         """Return the linear layer, whose whole output is on every rank."""
-        return {"linear": Output(module.get_submodule("encoder"), divided=False)}
+        return {self.name: Output(module.get_submodule("encoder"), divided=False)}
 
 
 class LinearProjection(MegatronModule):

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.language.cross_attention import cross_layer
 from llava_mcore.models.language.delta_net import delta_layer
 from llava_mcore.models.language.experts import EXPERTS
 from llava_mcore.models.language.layers import DeepstackLayer, NormedRowParallelLinear, TwoRopeSelfAttention
@@ -44,7 +45,7 @@ def block_spec(
             qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
         )
         spec = _with_own_classes(with_plain_linears(spec) if plain_linears else spec, shape)
-        return _block(spec, config, vp_stage, norm=TENorm)
+        return _block(spec, config, shape, vp_stage, norm=TENorm)
     # Without Transformer Engine: torch's attention and norms.
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
@@ -61,14 +62,14 @@ def block_spec(
             submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=NormedRowParallelLinear),
         )
     spec = _with_own_classes(spec, shape)
-    return _block(spec, config, vp_stage, norm=TorchNorm)
+    return _block(spec, config, shape, vp_stage, norm=TorchNorm)
 
 
 def _block(
-    spec: ModuleSpec, config: TransformerConfig, vp_stage: int | None, *, norm: Any
+    spec: ModuleSpec, config: TransformerConfig, shape: DecoderShape, vp_stage: int | None, *, norm: Any
 ) -> TransformerBlockSubmodules:
     """Return the spec of a stage's layers: some may have a delta net in place of their attention, some experts in place
-    of their MLP."""
+    of their MLP, some attend to images."""
     num_layers = get_num_layers_to_build(config, vp_stage)
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [
@@ -79,6 +80,9 @@ def _block(
             strict=True,
         )
     ]
+    for layer in shape.cross_layers:
+        if first <= layer < first + num_layers:
+            layers[layer - first] = cross_layer(spec, norm, config)
     return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 

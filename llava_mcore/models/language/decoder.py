@@ -23,7 +23,6 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import sees_window
 from llava_mcore.models.language.block import block_spec
-from llava_mcore.models.language.delta_net import DeltaNet
 from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
 from llava_mcore.models.rotary import TokenRopeSelfAttention
@@ -108,7 +107,7 @@ class LanguageModel(GPTModel):
         else:
             set_frequencies(self.rotary_pos_emb, shape.rope.inv_freq)
         for layer in self.decoder.layers:
-            if not isinstance(layer.self_attention, DeltaNet):
+            if isinstance(layer.self_attention, SelfAttention):
                 self._scale_rope(layer.self_attention, shape.rope)
         if shape.local_rope is not None:
             self._use_local_rope(shape.local_rope)

@@ -67,7 +67,8 @@ class DecoderShape:
     `local_rope`: rotary settings of the layers with a window, if they differ. `embedding_scale`: the factor of token
     embeddings; image features are not scaled. `attention_softcap`: c, where scores x become c * tanh(x / c).
     `post_norms`: what attention and MLP return is normalized before it is added to the residual. `deepstack`: whether
-    features of the tower's inner layers are added after the first layers.
+    features of the tower's inner layers are added after the first layers. `cross_layers`: those, from 0, that attend to
+    the features of images in place of the tokens.
     """
 
     rope: Rope
@@ -76,12 +77,14 @@ class DecoderShape:
     attention_softcap: float | None = None
     post_norms: bool = False
     deepstack: bool = False
+    cross_layers: tuple[int, ...] = ()
     names: LayerNames = USUAL_NAMES
 
     @property
     def needs_local_layers(self) -> bool:
         """Whether Transformer Engine's layers, as built here, do not support it."""
-        return self.post_norms or self.attention_softcap is not None or self.local_rope is not None
+        differs = self.post_norms or self.attention_softcap is not None or self.local_rope is not None
+        return differs or bool(self.cross_layers)
 
 
 def rope_from_hf(hf: PretrainedConfig, rotary: type[nn.Module] = LlamaRotaryEmbedding) -> Rope:

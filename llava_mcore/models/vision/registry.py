@@ -10,6 +10,7 @@ from llava_mcore.models.vision.dinov2 import Dinov2
 from llava_mcore.models.vision.family import TileTower, VisionFamily
 from llava_mcore.models.vision.idefics import Idefics2Siglip, IdeficsSiglip
 from llava_mcore.models.vision.internvit import InternVit
+from llava_mcore.models.vision.mllama import MllamaTower
 from llava_mcore.models.vision.qwen import (
     Qwen2VlTower,
     Qwen3VlMoeTower,
@@ -24,7 +25,7 @@ from llava_mcore.models.vision.siglip import Siglip
 _FAMILIES: tuple[VisionFamily, ...] = (
     *(Clip(), Dinov2(), IdeficsSiglip(), InternVit(), Siglip()),
     *(Idefics2Siglip(), Qwen2VlTower(), Qwen25VlTower(), Qwen3VlTower(), Qwen3VlMoeTower(), Qwen35Tower()),
-    *(Qwen35MoeTower(), Qwen2AudioTower()),
+    *(Qwen35MoeTower(), Qwen2AudioTower(), MllamaTower()),
 )
 VISION_FAMILIES: dict[str, VisionFamily] = {name: family for family in _FAMILIES for name in family.model_types}
 """By model_type."""

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig
 
 from llava_mcore.compat.megatron.optimizer import updated_parameters
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import whole_names
@@ -72,7 +73,7 @@ def find_matrices(
     Args:
         whole_towers: every tensor-parallel rank has the whole tower.
     """
-    entries = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=hf.text_config.vocab_size).entries
+    entries = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=embedding_rows(hf)).entries
     matrices = {}
     for model in models:
         for name, parameter in whole_names(model).items():

@@ -34,6 +34,7 @@ from llava_mcore.files.hf_folder import HfFolder, TensorInfo, to_record
 from llava_mcore.files.regular import read_object
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings
+from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.tied_weights import settle_ties, write_ties
 from llava_mcore.parallel.groups import Groups
@@ -129,7 +130,7 @@ def write_init_folder(hf_dir: Path, target: Path, seed: int) -> Path:
         write_ties(hf, target)
     infos = _planned_tensors(hf) if folder is None else folder.tensors
     names = detect_names(hf, infos, source=str(hf_dir))
-    table = mapping_table(hf, names, hf_tensors=infos, padded_vocab_size=hf.text_config.vocab_size)
+    table = mapping_table(hf, names, hf_tensors=infos, padded_vocab_size=embedding_rows(hf))
     generator = torch.Generator().manual_seed(seed)
     unused = {
         name: folder.get(name) if folder is not None else _initial(name, infos[name].shape, generator)

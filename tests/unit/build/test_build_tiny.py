@@ -33,7 +33,7 @@ def test_a_tiny_folder_converts_and_reads_conversations(name: str, tmp_path: Pat
     """Its template marks answers and nothing else, and its checkpoint holds its weights at tp 2."""
     assert main(["--tiny", name, "--save-dir", str(tmp_path / "tiny")]) == 0
     assert load_hf_config(tmp_path / "tiny").model_type == name
-    check_folder(tmp_path / "tiny", tp=2, pp=2)
+    check_folder(tmp_path / "tiny", tp=2, pp=1 if name == "mllama" else 2)  # which has one stage
     assets = load_assets(tmp_path / "tiny")
     tokens = tokenize(Conversation(TURNS, ()), assets, "key")
     trained = assets.tokenizer.decode(tokens.input_ids[tokens.trained].tolist())

@@ -42,9 +42,8 @@ def test_what_fits(good: list[str], changes: list[str]) -> None:
             "does not work with optimizer.name muon",
         ),
         (["parallel.fsdp=optim_grads"], "--fsdp optim_grads does not work with optimizer.name muon yet"),
-        (["parallel.context_parallel_size=2"], "--cp 2 does not work with optimizer.name muon yet"),
     ],
-    ids=["adapter", "precision", "fsdp", "cp"],
+    ids=["adapter", "precision", "fsdp"],
 )
 def test_what_does_not(good: list[str], changes: list[str], said: str) -> None:
     (message,) = check_run(

@@ -38,6 +38,10 @@ class LanguageFamily(ABC):
         """Return the number of weights in all layers that one token does not use: those of experts not chosen."""
         return 0
 
+    def embedding_rows(self, hf: PretrainedConfig) -> int:
+        """Return the tokens that have an embedding: at least those that the output layer predicts."""
+        return int(hf.vocab_size)
+
     @abstractmethod
     def config_from_hf(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return megatron-core TransformerConfig fields. Raises ConversionError for unsupported settings."""

@@ -112,12 +112,19 @@ def projection_entries(hf: PretrainedConfig, names: TextNames) -> list[Entry]:
     ]
 
 
-def end_entries(hf: PretrainedConfig, names: TextNames, *, padded_vocab_size: int, tied: bool) -> list[Entry]:
-    """Return the entries outside the layers: embedding, final norm and, unless tied, the output layer."""
+def end_entries(
+    hf: PretrainedConfig, names: TextNames, *, padded_vocab_size: int, tied: bool, rows: int | None = None
+) -> list[Entry]:
+    """Return the entries outside the layers: embedding, final norm and, unless tied, the output layer.
+
+    Args:
+        rows: of the embedding in files; None: those of the output layer.
+    """
     vocab = PadRows(hf.vocab_size, padded_vocab_size)
+    embedded = vocab if rows is None else PadRows(rows, padded_vocab_size)
     m, h = names.megatron, names.hf
     entries = [
-        Entry(m + "embedding.word_embeddings.weight", names.embedding, COLUMN, vocab),
+        Entry(m + "embedding.word_embeddings.weight", names.embedding, COLUMN, embedded),
         Entry(m + "decoder.final_layernorm.weight", h + "norm.weight", REPLICATED),
     ]
     if not tied:

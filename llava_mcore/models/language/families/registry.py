@@ -8,6 +8,7 @@ from llava_mcore.models.language.families.base import LanguageFamily
 from llava_mcore.models.language.families.gemma2 import Gemma2
 from llava_mcore.models.language.families.gemma3 import Gemma3
 from llava_mcore.models.language.families.llama import Llama
+from llava_mcore.models.language.families.mllama import MllamaText
 from llava_mcore.models.language.families.phi3 import Phi3
 from llava_mcore.models.language.families.qwen2 import Qwen2
 from llava_mcore.models.language.families.qwen3 import Qwen3
@@ -18,6 +19,7 @@ from llava_mcore.models.language.families.qwen_vl import Qwen2VlText, Qwen3VlTex
 
 _FAMILIES: tuple[LanguageFamily, ...] = (
     *(Gemma2(), Gemma3(), Llama(), Phi3(), Qwen2(), Qwen3(), Qwen3Moe()),
+    MllamaText(),
     *(Qwen2VlText(), Qwen25VlText(), Qwen3VlText(), Qwen3VlMoeText(), Qwen35Text(), Qwen35MoeText()),
 )
 LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {name: family for family in _FAMILIES for name in family.model_types}
@@ -34,6 +36,11 @@ def texts_of_any_class() -> tuple[str, ...]:
 def language_family(hf: PretrainedConfig) -> LanguageFamily:
     """Return the family of a text config. `load_hf_config` has checked that it is known."""
     return LANGUAGE_FAMILIES[hf.model_type]
+
+
+def embedding_rows(hf: PretrainedConfig) -> int:
+    """Return the tokens of a whole model that have an embedding, without padding."""
+    return language_family(hf.text_config).embedding_rows(hf.text_config)
 
 
 def limiting_window(text: PretrainedConfig) -> int | None:

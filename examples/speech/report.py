@@ -13,11 +13,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from prompts import Prompt
 from rich.console import Console
-from rich.table import Table
 from transcribe import load
 from transformers import WhisperFeatureExtractor
 
-from examples.common import Stages
+from examples.common import Stages, summary_table
 
 ROWS = 4
 
@@ -65,18 +64,7 @@ def print_summary(
     stages: Stages, metrics: list[dict[str, float]], scores: Mapping[str, Mapping[str, float]], folder: Path
 ) -> None:
     """Print the one table of the run."""
-    table = Table(title="Speech: Whisper's encoder + SmolLM2 → Qwen2-Audio → Megatron → trained → Hugging Face")
-    table.add_column("what", no_wrap=True)
-    table.add_column("result", justify="right")
-    for stage, value in stages.seconds.items():
-        table.add_row(stage, f"{value:.1f} s")
-    table.add_row("all stages", f"{sum(stages.seconds.values()):.1f} s")
-    table.add_row("all stages, CPU time", f"{sum(stages.cpu_seconds.values()):.1f} s", end_section=True)
-    table.add_row("loss, first iteration", f"{metrics[0]['loss']:.4f}")
-    table.add_row(f"loss, last iteration ({int(metrics[-1]['iteration'])})", f"{metrics[-1]['loss']:.4f}")
-    table.add_section()
-    for when, values in scores.items():
-        for name, value in values.items():
-            table.add_row(f"{name}, {when}", f"{value:.1%}")
-    Console().print(table)
+    title = "Speech: Whisper's encoder + SmolLM2 → Qwen2-Audio → Megatron → trained → Hugging Face"
+    shares = {f"{name}, {when}": value for when, values in scores.items() for name, value in values.items()}
+    Console().print(summary_table(title, stages, metrics, shares))
     print(f"look at {folder / 'spectrograms.png'} and {folder / 'loss.png'}; the model is in {folder / 'export'}")

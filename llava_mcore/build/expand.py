@@ -1,8 +1,9 @@
-"""Layer expansion (LLaMA Pro, arXiv 2401.02415; Control-LLM, arXiv 2501.10979): more decoder layers, which begin as the
-identity.
+"""Layer expansion (LLaMA Pro, arXiv 2401.02415; Control-LLM, arXiv 2501.10979): inserts decoder layers that begin as
+the identity.
 
-A copy of a layer stands after it. The last matrices of its attention and of its MLP are zero, so it adds nothing to
-the hidden states until it is trained. The folder is an ordinary one of its class; its config.json lists the new layers.
+A new layer is a copy of the one before it, but the last matrices of its attention and of its MLP are zero. So it adds
+nothing to the hidden states until it is trained. The folder is an ordinary one of its class; config.json lists the new
+layers.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class NewTensor:
 class Expansion:
     """Where copies are inserted.
 
-    origins: of each layer of the new model, the layer that it is or copies. copies: the new layers among them.
+    origins: for each layer of the new model, the old layer that it is or copies. copies: which of them are copies.
     """
 
     origins: tuple[int, ...]
@@ -138,8 +139,10 @@ def new_tensors(hf: PretrainedConfig, names: HfNames, folder: HfFolder, expansio
 
 
 def new_config(values: Mapping[str, Any], hf: PretrainedConfig, expansion: Expansion) -> dict[str, Any]:
-    """Return config.json for the new layers. Its lists with a value per layer are those that transformers makes of the
-    old one, where that has a rule instead (every fourth layer, for example)."""
+    """Return config.json for the new layers.
+
+    Where the old one has a rule (every fourth layer, for example), the new one has a list with a value per layer.
+    """
     config = deepcopy(dict(values))
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     old, origins = hf.text_config.to_dict(), expansion.origins

@@ -63,13 +63,15 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
-    from llava_mcore.data.encode.assets import load_assets
-    from llava_mcore.files.hf_files import holds_adapter_only
-    from llava_mcore.inference.serving.requests import ServedModel
-    from llava_mcore.models.whole_folder import open_whole_folder
-
     check_flags(args)
     name = args.served_model_name or args.hf_dir.resolve().name
+    if args.engine == "transformers" and not args.dry_run:
+        with closing(_listening(args.host, args.port)) as sock:  # a port that is taken is told at once
+            return _serve(args, name, sock)
+
+    from llava_mcore.files.hf_files import holds_adapter_only
+    from llava_mcore.models.whole_folder import open_whole_folder
+
     served = Served(args.hf_dir, name, args.host, args.port)
     commands = {engine: engine_command(engine, served) for engine in ENGINES[1:]}
     if args.dry_run:
@@ -78,14 +80,21 @@ def run(args: argparse.Namespace) -> int:
         open_whole_folder(args.hf_dir, with_our_config=False)
         print("\n".join(shlex.join(command) for command in commands.values()))
         return 0
-    hf, _ = open_whole_folder(args.hf_dir, with_our_config=False)
-    assets = load_assets(args.hf_dir)
-    if args.engine in commands:
-        command = installed_command(args.engine, served)
-        print(f"running: {shlex.join(command)}", flush=True)
-        return run_child(command)
-    most_tokens = int(hf.get_text_config().max_position_embeddings)
-    return _serve(args, ServedModel(name, most_tokens, assets.chat.special_in, assets.to_rgb))
+    _checked(args.hf_dir, name)
+    command = installed_command(args.engine, served)
+    print(f"running: {shlex.join(command)}", flush=True)
+    return run_child(command)
+
+
+def _checked(folder: Path, name: str) -> ServedModel:
+    """Return what requests are checked against. Raises ConversionError or DataError if the folder cannot be served."""
+    from llava_mcore.data.encode.assets import load_assets
+    from llava_mcore.inference.serving.requests import ServedModel
+    from llava_mcore.models.whole_folder import open_whole_folder
+
+    hf, _ = open_whole_folder(folder, with_our_config=False)
+    assets = load_assets(folder)
+    return ServedModel(name, int(hf.get_text_config().max_position_embeddings), assets.chat.special_in, assets.to_rgb)
 
 
 def _show_adapter(folder: Path, served: Served) -> int:
@@ -137,21 +146,24 @@ def _check_device(name: str) -> None:
         raise ConfigError(f"--device {name}: there are {num_gpus} GPUs here; choose one of them, or cpu")
 
 
-def _serve(args: argparse.Namespace, model: ServedModel) -> int:
+def _serve(args: argparse.Namespace, name: str, sock: socket.socket) -> int:
+    """Serve by transformers at a socket that listens already. Standard error says what takes time."""
+    print("starting: importing torch and transformers, checking the folder", file=sys.stderr, flush=True)
+    model = _checked(args.hf_dir, name)
     import uvicorn
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from llava_mcore.compat.transformers_serving import load_handler
     from llava_mcore.inference.serving.app import build_app
 
-    with closing(_listening(args.host, args.port)) as sock:
-        disable_progress_bar()
-        set_verbosity_error()  # otherwise it logs every request as a warning
-        handler = load_handler(args.hf_dir, model.name, model.most_tokens, args.device)
-        app = build_app(handler, model, max_request_bytes=args.max_request_bytes)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
-        print(f"serving {model.name} at http://{args.host}:{sock.getsockname()[1]}/v1; Ctrl-C ends it", flush=True)
-        uvicorn.Server(config).run(sockets=[sock])
+    disable_progress_bar()
+    set_verbosity_error()  # otherwise it logs every request as a warning
+    print(f"loading the weights of {args.hf_dir}", file=sys.stderr, flush=True)
+    handler = load_handler(args.hf_dir, model.name, model.most_tokens, args.device)
+    app = build_app(handler, model, max_request_bytes=args.max_request_bytes)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
+    print(f"serving {name} at http://{args.host}:{sock.getsockname()[1]}/v1; Ctrl-C ends it", flush=True)
+    uvicorn.Server(config).run(sockets=[sock])
     return 0
 
 

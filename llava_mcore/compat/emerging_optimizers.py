@@ -1,6 +1,6 @@
 """The Newton-Schulz iteration of the package emerging-optimizers, which the optimizer Muon needs.
 
-megatron-core's own Muon stands on the same functions; docs/extend/optimizer.md says why it is not used.
+megatron-core's own Muon calls the same functions; docs/extend/optimizer.md says why it is not used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def newton_schulz(*, steps: int, coefficients: str, scale: str, scale_factor: fl
         scale: how the result is scaled by the matrix's shape (`spectral`: by the root of the larger side).
         scale_factor: the result is multiplied by this, too.
 
-    The package's Triton kernel for symmetric products is not used: it tries hundreds of variants of itself in the first
-    step, and a resumed run that finds another one the fastest would not continue with the same bits.
+    The package's Triton kernel for symmetric products is not used. It measures hundreds of variants of itself in the
+    first step, and a resumed run that chooses another one would not continue with the same bits.
     """
     from emerging_optimizers.orthogonalized_optimizers import muon, muon_utils
 

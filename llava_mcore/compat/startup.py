@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 UNUSED_IMPORTS = ("sklearn", "scipy", "accelerate")
 """transformers imports them if they are installed, as in NVIDIA's containers: for one way of generation, losses of
@@ -27,13 +27,18 @@ conversion does neither. They take as long as megatron-core itself."""
 _READ = importlib.metadata.packages_distributions
 
 
-def skip_unused_imports(*more: str) -> None:
+def skip_unused_imports(*more: str, keep: Collection[str] = ()) -> None:
     """Make packages count as not installed, unless they have been imported already. This saves a second at every start.
 
     Only for processes that do not need them. A build, for example, needs accelerate to read a GGUF file.
+
+    Args:
+        more: packages besides `UNUSED_IMPORTS`.
+        keep: those of `UNUSED_IMPORTS` that this process needs.
     """
     for name in (*UNUSED_IMPORTS, *more):
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+        if name not in keep:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def find_distributions_lazily() -> None:

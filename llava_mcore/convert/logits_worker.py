@@ -149,6 +149,7 @@ def _own_part(
     group, fields = context_parallel_group(), architecture_of(model.hf).fields
     multiple = 2 * group.size()
     no_bounds = torch.empty(0, dtype=torch.int32)
+    media = {name: x for name, x in media.items() if name in fields}
     batch = MicroBatch(ids, ids, torch.zeros(ids.shape), positions, media, no_bounds)
     padded = pad_to(batch, -(-ids.shape[1] // multiple) * multiple, fields)
     part = cut(padded, group.size(), fields)[group.rank()]

@@ -13,10 +13,10 @@ from llava_mcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """This machine's place in a cluster, as the environment gives it; None is left to flags.
+    """This machine's place in a cluster, from the environment. Flags decide what is None.
 
     Attributes:
-        source: the variable that says it, for messages.
+        source: the variable that it was read from, for messages.
         count: machines of the job.
         rank: this machine's number among them.
         master_addr: name or address of the first one.
@@ -31,13 +31,13 @@ class ClusterNode:
 
 
 def read_cluster(environ: Mapping[str, str]) -> ClusterNode | None:
-    """Return what the environment says of this machine's place, or None.
+    """Return this machine's place; None if the environment says nothing about it.
 
     torchrun's own variables (PET_…) come from Kubeflow's PyTorchJob and TrainJob, JOB_COMPLETION_INDEX from any
     indexed Job of Kubernetes, those of a JobSet included, and CLUSTER_SPEC from Vertex AI.
 
     Raises:
-        ConfigError: a variable has a value that none of these sets.
+        ConfigError: a variable has a value that none of these would set.
     """
     if "PET_NODE_RANK" in environ:
         return ClusterNode(

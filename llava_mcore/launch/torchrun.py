@@ -27,6 +27,7 @@ _SECONDS_TO_END = 3
 _OTHER_LIMITS = {STOPPED_EARLY: 30, HUNG: 1}
 """The same after these exit codes: when a run stops early, ranks may still be closing their logs; when one hangs, they
 have already timed out."""
+_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 
 class ProcessFailure(Protocol):
@@ -91,18 +92,28 @@ class Run:
         return max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1)
 
 
-def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
+def cause(first: Mapping[int, ProcessFailure], failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
     """Return rank and exit code of the failure that caused the others.
 
-    Ranks that lose their connection to a killed rank fail too, with code 1, perhaps before torchrun notices.
+    Ranks that lose their connection to a killed rank fail too, with code 1, perhaps before torchrun notices. A rank
+    that ends with an error may crash instead while it closes its files: torch's writer does so on a full disk. Another
+    rank then has the error's own code.
+
+    Args:
+        first: the ranks that had failed when torchrun noticed.
+        failures: those and the ones that have failed since, or were killed.
     """
+    if all(failure.exitcode in _CRASHES for failure in first.values()):
+        with_code = {rank: failure for rank, failure in failures.items() if failure.exitcode > 1}
+        first = with_code or first
 
-    def order(rank: int) -> tuple[bool, bool, int]:
-        code = failures[rank].exitcode
-        return code >= 0, code == 1, rank
+    def order(rank: int) -> tuple[int, int]:
+        code = first[rank].exitcode
+        likely = {1: 3, **dict.fromkeys(_CRASHES, 2)}
+        return likely.get(code, 0 if code < 0 else 1), rank
 
-    rank = min(failures, key=order)
-    return rank, failures[rank].exitcode
+    rank = min(first, key=order)
+    return rank, first[rank].exitcode
 
 
 def main() -> int:
@@ -124,7 +135,7 @@ def main() -> int:
         if attended.ended_by is not None:
             return attended.exit_code()
         first = {rank: x for rank, x in error.failures.items() if x.local_rank in attended.first}
-        return _print_cause(*cause(first or error.failures))
+        return _print_cause(*cause(first or error.failures, error.failures))
     return 0
 
 

@@ -172,6 +172,8 @@ class MediaPlan(ABC):
     """Patches that the tower computes on per tile. Without tiles (packed patches, audio): of the smallest item."""
     rows_per_tile: int = 1
     """Rows of PIXEL_VALUES, in the same sense."""
+    frames_per_step: int = 1
+    """Frames of a video that share rows of PIXEL_VALUES."""
     tokens_per_tile: int
     """Tokens, in the same sense. If the number varies, rarely fewer. Determines the size of pixel buffers."""
     around_media: AroundMedia = NOTHING_AROUND
@@ -217,6 +219,17 @@ class MediaPlan(ABC):
             frames: uint8 [frames, 3, height, width], upright.
             tokens: the result of `video_tokens`.
             options: of the call of the processor.
+        """
+        processed = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
+        return processed["pixel_values_videos"][0]
+
+    def chunk_pixels(self, processor: BaseVideoProcessor, frames: Tensor, video: VideoShape, **options: Any) -> Tensor:
+        """Return the rows of some consecutive frames of a video, whose rows follow each other.
+
+        Args:
+            frames: like that of `video_pixels`; their number is a multiple of `frames_per_step`, unless they are the
+                last ones.
+            video: the shape of the whole video.
         """
         processed = processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
         return processed["pixel_values_videos"][0]

@@ -29,6 +29,9 @@ from llava_mcore.parallel.batch import PackedSamples
 LONGEST_HEAD = 256
 """Head size up to which torch's kernel for packed sequences exists."""
 
+LARGEST_MASK = 1 << 26
+"""Queries x keys of the largest mask that is made: 8,192 tokens."""
+
 
 def kernel_takes(query: Tensor) -> bool:
     """Return whether the kernel takes such queries."""
@@ -174,6 +177,29 @@ class SDPAttention(MegatronModule):
         return torch.cat(parts)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return [q, b, n*d] for [q, b, n, d] and [k, b, g, d]; the queries are the last ones if this is causal.
+
+        Without a large mask, which would be kept until the backward pass.
+        """
+        before = len(key) - len(query)
+        if not self.causal or len(query) * len(key) <= LARGEST_MASK:
+            return self._attend_masked(query, key, value)
+        if self.window is not None and len(key) > self.window:
+            # As many queries as a window has keys, which see twice as many.
+            blocks = [(start, min(start + self.window, len(query))) for start in range(0, len(query), self.window)]
+            seen = [slice(max(0, before + start + 1 - self.window), before + end) for start, end in blocks]
+            parts = [
+                self._attend_masked(query[start:end], key[keys], value[keys])
+                for (start, end), keys in zip(blocks, seen, strict=True)
+            ]
+            return torch.cat(parts)
+        if before and self.softcap is None:
+            # With queries for the keys before theirs, whose results are dropped, plain causality needs no mask.
+            padded = F.pad(query, (0, 0, 0, 0, 0, 0, before, 0))
+            return self._attend_masked(padded, key, value)[before:]
+        return self._attend_masked(query, key, value)
+
+    def _attend_masked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, d]
         dropout = self.dropout if self.training else 0.0
         mask = self._mask(q.shape[2], k.shape[2], q.device)

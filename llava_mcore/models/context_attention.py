@@ -1,7 +1,7 @@
 """Causal attention of tokens that context-parallel ranks divide, in torch: keys and values of all ranks are gathered.
 
-It is exact for everything that one rank computes, also windows and soft caps. Transformer Engine's attention, which
-overlaps messages with products, is used where it is installed.
+It is exact for everything that a single rank can compute, also windows and soft caps. Where Transformer Engine is
+installed, its attention is used instead, which overlaps communication with matrix products.
 
 s: tokens of this rank, t: tokens of all, b: samples, n: heads, g: query groups, d: head size.
 """

@@ -44,8 +44,8 @@ def uncuttable(batch: TensorFields, cp_size: int) -> str | None:
 def cut(batch: TensorFields, cp_size: int, fields: Fields) -> list[TensorFields]:
     """Return the part of a micro-batch of every rank, on the host.
 
-    `cu_seqlens` stay those of whole sequences, as Transformer Engine expects. All ranks have all media. An index of a
-    token that another rank has becomes b * s, one more than this rank's last: what is written there is dropped.
+    `cu_seqlens` stay those of whole sequences, as Transformer Engine expects. All ranks have all media. The index of a
+    token on another rank becomes b * s, one after this rank's last token: what is written there is dropped.
     """
     if cp_size == 1:
         return [batch]

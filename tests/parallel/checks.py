@@ -61,9 +61,9 @@ def logits(groups: Groups, model: VisionLanguageModel, inputs: dict[str, torch.T
     return None if out is None else out.cpu()
 
 
-def parity_and_reshard(tp: int, pp: int, cases: list[dict[str, Any]]) -> list[torch.Tensor | None]:
+def parity_and_reshard(tp: int, pp: int, cases: list[dict[str, Any]], cp: int = 1) -> list[torch.Tensor | None]:
     """Load every case's checkpoint, compute logits, and save it again from this layout."""
-    groups = join(tp, pp)
+    groups = join(tp, pp, cp=cp)
     results = []
     for case in cases:
         checkpoint, _ = latest_checkpoint(Path(case["megatron"]))

@@ -13,8 +13,8 @@ from tests.parallel.checks import join
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, curve, make_trainer, run_config
 
-Layout = tuple[int, int, int, int, int]
-"""tp, pp, dp, ep, etp."""
+Layout = tuple[int, ...]
+"""tp, pp, dp x cp, ep, etp, and cp if it is not 1."""
 KINDS = {"plain": False, "distributed": True}
 """Whether the optimizer is sharded."""
 EXPERT_STEPS = 6
@@ -27,6 +27,7 @@ def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> R
         "optimizer.muon_matmul_precision": "highest",
         "optimizer.vision_lr": 5e-4,
         "optimizer.weight_decay": 0.1,
+        "parallel.context_parallel_size": groups.cp_size,
         "parallel.sequence_parallel": groups.tp_size > 1,
         "parallel.expert_model_parallel_size": groups.ep_size,
         "parallel.expert_tensor_parallel_size": groups.etp_size,
@@ -39,7 +40,7 @@ def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> R
 
 def kinds_of(layout: Layout) -> list[str]:
     """Return the kinds of optimizers at a layout: one of experts alone has to be sharded."""
-    tp, _, _, ep, etp = layout
+    tp, _, _, ep, etp, *_ = layout
     return ["distributed"] if ep > 1 or etp != tp else list(KINDS)
 
 
@@ -50,8 +51,8 @@ def one_layout(layout: Layout, checkpoints: dict[str, str], save_dir: str, sourc
         checkpoints: of the models `dense` and `experts`.
         sources: by kind, the name of the other layout.
     """
-    tp, pp, _, ep, etp = layout
-    groups = join(tp, pp, ep, etp)
+    tp, pp, _, ep, etp, *cp = layout
+    groups = join(tp, pp, ep, etp, *cp)
     found: dict[str, Any] = {}
     own = "-".join(map(str, layout))
     for kind in kinds_of(layout):

@@ -77,6 +77,14 @@ def test_parity_and_round_trip(imported: dict[str, dict[str, Any]], tmp_path: Pa
         assert_same_folder(made["hf"], tmp_path / f"{name}-hf")
 
 
+def test_logits_where_processes_divide_tokens(imported: dict[str, dict[str, Any]]) -> None:
+    """Each class's and pair's are Hugging Face's at --cp 2, too."""
+    cases = [{"megatron": str(made["megatron"]), "inputs": made["inputs"]} for made in imported.values()]
+    for outputs in run_world(2, checks.parity_and_reshard, tp=1, pp=1, cp=2, cases=cases):
+        for (name, made), logits in zip(imported.items(), outputs, strict=True):
+            assert (logits - made["logits"]).abs().max() <= 1e-5, name
+
+
 def runs_at(case: Case, tp: int, pp: int) -> bool:
     """Say whether a layout is one of a case's."""
     return case.name in OF_FOUR if tp == 4 else case.layouts is None or (tp, pp) in case.layouts

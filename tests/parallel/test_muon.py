@@ -11,16 +11,15 @@ import torch
 import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
-from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_checkpoints import make_checkpoints
 from tests.helpers.world import run_world
 from tests.parallel import muon_checks
 from tests.parallel.muon_checks import Layout, kinds_of
 from tests.parallel.training_checks import MIXED
 
 ONE: Layout = (1, 1, 1, 1, 1)
-LAYOUTS: list[Layout] = [ONE, (2, 1, 1, 1, 2), (1, 1, 2, 1, 1), (1, 2, 2, 2, 1), (2, 1, 2, 2, 1)]
+LAYOUTS: list[Layout] = [ONE, (2, 1, 1, 1, 2), (1, 1, 2, 1, 1), (1, 2, 2, 2, 1), (2, 1, 2, 2, 1), (1, 1, 2, 1, 1, 2)]
 """Each resumes what the one before it has saved, too."""
 COEFFICIENTS = (
     (4.0848, -6.8946, 2.9270),
@@ -42,11 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Found:
     """What every rank has found at every layout."""
-    checkpoints = {}
-    for name, text in (("dense", "llama"), ("experts", "qwen3_moe")):
-        make_hf_llava(folder / name / "hf", text=text)
-        import_hf(folder / name / "hf", folder / name / "megatron")
-        checkpoints[name] = str(folder / name / "megatron")
+    checkpoints = make_checkpoints(folder, {"dense": {"text": "llama"}, "experts": {"text": "qwen3_moe"}})
     found: Found = {}
     sources: dict[str, str] = {}
     for layout in LAYOUTS:

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
-from llava_mcore.convert.import_hf import import_hf
 from tests.helpers.batches import FakeLoader
-from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_checkpoints import hf_dir, make_checkpoints
 from tests.helpers.world import LAYOUTS, run_world
 from tests.parallel import validation_checks
 from tests.parallel.validation_checks import NUM_VALIDATION, make_material
@@ -43,11 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
     """Returns the curves of a layout, from rank 0 of its world, and what its validation found."""
-    checkpoints = {}
-    for name, tie in (("untied", False), ("tied", True)):
-        make_hf_llava(folder / f"hf-{name}", text="qwen2" if tie else "llama", tie=tie)
-        import_hf(folder / f"hf-{name}", folder / name)
-        checkpoints[name] = str(folder / name)
+    models = {"untied": {"text": "llama", "tie": False}, "tied": {"text": "qwen2", "tie": True}}
+    checkpoints = make_checkpoints(folder, models)
     given: dict[str, Any] = {"checkpoints": checkpoints, "save_dir": str(folder / "save")}
     material = make_material(folder)
 
@@ -168,7 +164,7 @@ def test_one_process_trains_as_plain_hugging_face(
 ) -> None:
     """Same model, same batches, torch's AdamW and clipping, no megatron: the same losses and gradient norms."""
     ours = results(ONE)[run]
-    model = LlavaForConditionalGeneration.from_pretrained(folder / "hf-untied").train()
+    model = LlavaForConditionalGeneration.from_pretrained(hf_dir(folder, "untied")).train()
     optimizer = torch.optim.AdamW(make_groups(model), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     loader = FakeLoader(model.config, micro_batch_size=8, dp_rank=0, dp_size=1, text_only={1, 4, 5, 6, 7})
     losses, norms = [], []

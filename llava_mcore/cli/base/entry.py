@@ -53,6 +53,8 @@ def _run(arguments: list[str]) -> int:
     answers = name in ("generate", "chat") and not {"--load-in-4bit", "--load-in-8bit"} & {*arguments}
     if name == "train" or answers:
         skip_unused_imports("wandb")
+    if name == "serve":
+        skip_unused_imports("wandb", "tensorboard", keep=("accelerate",))  # its handler asks for accelerate
     if name in ("check", "prepare"):
         skip_unused_imports("wandb", "tensorboard")
     if not command.uses_gpus or name == "train":

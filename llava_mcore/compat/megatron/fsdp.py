@@ -2,9 +2,9 @@
 
 Import `llava_mcore.parallel` first, as for megatron.core itself.
 
-Megatron-FSDP wants to know of tensor parallelism only to describe its tensors to a checkpoint format of its own, which
-is not used here. It is told that there is none: otherwise it would give all tensor-parallel ranks the same random
-numbers, and need the package einops.
+Megatron-FSDP reads the tensor-parallel layout only to describe its tensors to a checkpoint format of its own, which is
+not used here. So it is given a layout without tensor parallelism. With the real one it would give all tensor-parallel
+ranks the same random numbers, and need the package einops.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ShardedModel(FullyShardedDataParallel):
         units = [TransformerLayer] if config.data_parallel_sharding_strategy == "optim_grads_params" else []
         super().__init__(module.config, config, module, fsdp_unit_modules=units, device=device)
         for shard in _all_shards(self):
-            for name, mark in vars(shard.parameter).items():  # a few are copied by Megatron-FSDP
+            for name, mark in vars(shard.parameter).items():  # Megatron-FSDP copies only a few of them
                 if isinstance(mark, bool | int) and name not in vars(shard.optimized):
                     setattr(shard.optimized, name, mark)
         self.optimized = {shard.parameter: shard.optimized for shard in _all_shards(self)}
@@ -99,7 +99,7 @@ class ShardedModel(FullyShardedDataParallel):
         )
 
     def _mesh(self, shards: ProcessGroup, replicas: ProcessGroup | None) -> DeviceMesh:
-        """Return the mesh of groups that exist."""
+        """Return the device mesh of two groups that exist already, and of this rank alone."""
         local_ranks = torch.tensor(get_process_group_ranks(shards))
         if replicas is None:
             return DeviceMesh.from_group(
@@ -108,7 +108,7 @@ class ShardedModel(FullyShardedDataParallel):
                 mesh=local_ranks[:, None].tolist(),
                 mesh_dim_names=(_SHARDS, _ONE),
             )
-        # All groups of shards are this one, moved by as many ranks as a replica of it is away.
+        # Every other group of shards is this one, shifted by the distance between replicas of the same shard.
         distances = torch.tensor(get_process_group_ranks(replicas)) - torch.distributed.get_rank()
         mesh = local_ranks[None] + distances[:, None]
         return DeviceMesh.from_group(
@@ -119,13 +119,13 @@ class ShardedModel(FullyShardedDataParallel):
         )
 
     def _annotate_tensor_parallelism(self, root_module: torch.nn.Module) -> None:
-        """Do nothing: see the module's docstring."""
+        """Do nothing: no layout is described (see the top of the file)."""
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Gather the parameters outside decoder and tower layers first, then run the model.
 
-        Megatron-FSDP gathers a parameter before the forward pass of the module that has it. Adapters are read by the
-        layers that they belong to.
+        Megatron-FSDP gathers a parameter before the forward pass of the module that holds it. The layers read their
+        adapters directly, so no forward pass of an adapter's module would gather them.
         """
         self.use_whole_parameters()
         if self._outside_units:
@@ -135,8 +135,8 @@ class ShardedModel(FullyShardedDataParallel):
     def begin(self) -> None:
         """Prepare the first forward pass; a collective call, after the optimizer has been built.
 
-        Weights that ranks hold whole are gathered after each update. Otherwise the first forward pass would do so once,
-        for which a replica without anything to validate is missing.
+        Weights that every rank holds whole are gathered after each update, and before the first one in the first
+        forward pass. That would hang where a replica has nothing to validate and runs none, so it is done here.
         """
         if not self.divides_parameters:
             self.start_param_sync(force_sync=True)
@@ -154,7 +154,7 @@ class ShardedModel(FullyShardedDataParallel):
 
 
 def own_shards(model: ShardedModel) -> Iterator[OwnShard]:
-    """Yield what this rank holds of every parameter, but for those of which it holds nothing."""
+    """Yield this rank's shard of every parameter of which it has one."""
     return (shard for shard in _all_shards(model) if shard.start < shard.stop)
 
 
@@ -183,7 +183,7 @@ def own_gradients(model: ShardedModel, parameters: set[Parameter]) -> list[Tenso
 
 
 class _TorchOnCpu(ModuleType):
-    """torch, in which devices are the CPU."""
+    """A stand-in for the module torch, in which every device is the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -194,7 +194,7 @@ class _TorchOnCpu(ModuleType):
 
 
 def _use_cpu() -> None:
-    """Let Megatron-FSDP compare its device with the CPU; it asks for the name "cuda:" of the current one."""
+    """Let Megatron-FSDP run without a GPU: it compares its device with `torch.device("cuda:…")`, whatever it is."""
     required(mcore_fsdp_adapter, "FSDPDistributedIndex")
     if not isinstance(megatron_fsdp.torch, _TorchOnCpu):
         replace_name(megatron_fsdp, "torch", _TorchOnCpu("torch"))

@@ -27,11 +27,6 @@ def check_muon(run: RunConfig) -> Iterator[str]:
             f"--fsdp {run.parallel.fsdp} does not work with optimizer.name muon yet: use --dist-optim in place of "
             "--fsdp, or omit optimizer.name for AdamW"
         )
-    if run.parallel.context_parallel_size > 1:
-        yield (
-            f"--cp {run.parallel.context_parallel_size} does not work with optimizer.name muon yet: omit it, or "
-            "optimizer.name for AdamW"
-        )
     if optimizer.use_precision_aware_optimizer:
         yield (
             "optimizer.use_precision_aware_optimizer stores AdamW's state only, so it does not work with "

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
-from transformers import AutoImageProcessor, BaseImageProcessor, BaseVideoProcessor, SequenceFeatureExtractor
+from transformers import BaseImageProcessor, BaseVideoProcessor, SequenceFeatureExtractor
 from transformers.image_processing_backends import PilBackend, TorchvisionBackend
-from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
 
 from llava_mcore.config.sections.data import LIMITS
-from llava_mcore.data.processors.images import ToRgb, decode_frames, decode_image, decode_pixels, noise, on_white
+from llava_mcore.data.processors.images import ToRgb, decode_image, decode_pixels, noise, on_white
+from llava_mcore.data.processors.video_frames import frame_chunks, probe_video, rows_of
 from llava_mcore.data.samples import MediaSpan, Video
 from llava_mcore.errors import DataError
 from llava_mcore.media.batch_fields import NO_SCALE, normalize
@@ -107,11 +106,13 @@ class ImagePreprocessor:
                 1.0 / processor.rescale_factor
             )
             if not self._is_normalized(self._process([probe]), expected) or (
-                of_video is not None and not self._is_normalized(self._process_video(_still(probe)), of_video)
+                of_video is not None and not self._is_normalized(self._process_video(probe_video(probe, 2)), of_video)
             ):
                 self.pixel_scale = NO_SCALE
         # Decode into tensors, which is faster, if the processor gives the same bits for them.
         self._takes_tensors = isinstance(processor, TorchvisionBackend) and self._is_same_of_tensors(probe)
+        # Process a long video in chunks if that gives the same bits.
+        self._takes_chunks = self._is_same_in_chunks(probe)
         # Call the two remaining steps directly if they are all that the processor does.
         self._is_plain = not plan.any_size and bool(len(self.pixel_scale)) and self._resizes_and_crops_only()
 
@@ -161,7 +162,7 @@ class ImagePreprocessor:
         if self.videos is None:
             return None
         try:
-            patches = self._process_video(_still(probe))
+            patches = self._process_video(probe_video(probe, 2))
         except (*PROCESSOR_ERRORS, DataError) as error:
             self.no_videos = f"the video processor cannot be used: {error}"
         else:
@@ -226,10 +227,32 @@ class ImagePreprocessor:
     def _video_tiles(self, item: MediaSpan) -> Tensor:
         """Return the tiles of a video, whose frames have one size."""
         assert isinstance(item.data, Video)
-        frames = decode_frames(item.data.frames, self.most_pixels, self.to_rgb)
-        if item.augment is not None:  # the same draws for each frame
-            frames = torch.stack([item.augment(frame) for frame in frames])
-        return self._process_video(frames, item.tokens)
+        frames, augment = item.data.frames, item.augment
+
+        def decode(frame: bytes) -> Tensor:
+            pixels = decode_pixels(frame, self.most_pixels, self.to_rgb)
+            return pixels if augment is None else augment(pixels)  # the same draws for each frame
+
+        chunks = frame_chunks(frames, decode, self.plan.frames_per_step if self._takes_chunks else None)
+        return rows_of(chunks, len(frames), item.tokens, self._process_video, self._process_chunk)
+
+    def _process_chunk(self, frames: Tensor, video: VideoShape) -> Tensor:
+        """Return the tiles of some frames of a longer video."""
+        assert self.videos is not None
+        return self.plan.chunk_pixels(self.videos, frames, video, **self._options)
+
+    def _is_same_in_chunks(self, probe: Image.Image) -> bool:
+        """Return whether a video's tiles are those of its chunks."""
+        if self.videos is None:
+            return False
+        step = self.plan.frames_per_step
+        video = probe_video(probe, 3 * step + 1)
+        shape = VideoShape(len(video), *video.shape[-2:])
+        try:
+            parts = [self._process_chunk(chunk, shape) for chunk in video.split(2 * step)]
+        except PROCESSOR_ERRORS:
+            return False
+        return torch.equal(torch.cat(parts), self._process_video(video))
 
     def _image_tiles(self, images: Sequence[MediaSpan]) -> Tensor:
         """Return the tiles of images."""
@@ -265,11 +288,6 @@ def _size(image: Picture) -> Size:
     return (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
 
 
-def _still(probe: Image.Image) -> Tensor:
-    """Return a video of two equal frames, uint8 [2, 3, height, width]."""
-    return F.pil_to_tensor(probe).expand(2, -1, -1, -1)
-
-
 def to_rgb_of(processor: BaseImageProcessor) -> ToRgb:
     """Return how images become RGB: by the processor if its class has a method of its own for that (Idefics2).
 
@@ -277,22 +295,3 @@ def to_rgb_of(processor: BaseImageProcessor) -> ToRgb:
     """
     owner = next(cls for cls in type(processor).__mro__ if "convert_to_rgb" in vars(cls))
     return on_white if owner in (TorchvisionBackend, PilBackend) else processor.convert_to_rgb
-
-
-def load_image_processor(folder: Path) -> BaseImageProcessor:
-    """Load the processor with torchvision as its backend, whatever the folder names.
-
-    The classes with Pillow differ from it by up to 0.015 per value, so the choice does not depend on what is installed.
-    Exceptions are those for which transformers itself uses Pillow: torchvision before 0.27 lacks their Lanczos filter.
-    Raises OSError or ValueError if the folder has none, DataError without torchvision.
-    """
-    processor = _image_processor(folder, "torchvision")
-    if not isinstance(processor, TorchvisionBackend):
-        raise DataError(f"{type(processor).__name__} is not backed by torchvision; install torchvision")
-    if type(processor).__name__ in DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS:
-        return _image_processor(folder, "pil")
-    return processor
-
-
-def _image_processor(folder: Path, backend: str) -> BaseImageProcessor:
-    return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)

@@ -22,7 +22,7 @@ from llava_mcore.data.processors.image_header import (
     ratio_problem,
     reporting_damage,
 )
-from llava_mcore.errors import DataError
+from llava_mcore.data.processors.video_frames import frame_chunks
 
 SEGMENT, FRAME = struct.Struct(">HH"), struct.Struct(">BHHB")
 """Headers in a JPEG: marker and length of a segment; bits, height, width and components of a frame."""
@@ -79,12 +79,8 @@ def decode_frames(
     frames: Sequence[bytes], most_pixels: int = LIMITS.picture_pixels, to_rgb: ToRgb = on_white
 ) -> Tensor:
     """Return the frames of a video as uint8 [frames, 3, h, w]. DataError like `decode_image`, and for several sizes."""
-    pixels = [decode_pixels(frame, most_pixels, to_rgb) for frame in frames]
-    for index, frame in enumerate(pixels):
-        if frame.shape != pixels[0].shape:
-            sizes = " and ".join(f"{x.shape[2]} x {x.shape[1]}" for x in (pixels[0], frame))
-            raise DataError(f"frames 0 and {index} of a video have {sizes} pixels; they must have one size")
-    return torch.stack(pixels)
+    (pixels,) = frame_chunks(frames, lambda frame: decode_pixels(frame, most_pixels, to_rgb), None)
+    return pixels
 
 
 def _checked(data: bytes, most_pixels: int) -> Image.Image:

@@ -9,17 +9,20 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    AutoImageProcessor,
     AutoVideoProcessor,
     BaseImageProcessor,
     BaseVideoProcessor,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.image_processing_backends import TorchvisionBackend
+from transformers.models.auto.image_processing_auto import DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS
 
 from llava_mcore.compat.transformers import video_processor_class
 from llava_mcore.config.sections.data import Limits, PixelRange
 from llava_mcore.data.processors.audio_processor import AudioPreprocessor, Audios, choose_audios
-from llava_mcore.data.processors.image_processor import ImagePreprocessor, MediaPreprocessor, load_image_processor
+from llava_mcore.data.processors.image_processor import ImagePreprocessor, MediaPreprocessor
 from llava_mcore.data.processors.pixel_range import FRAMES, range_problems, set_pixel_range
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.files.regular import read_object
@@ -98,10 +101,29 @@ def _load_image_processor(folders: list[Path], errors: list[str]) -> BaseImagePr
         errors.append(f"no image processor in {folders[0]}: none of {', '.join(PROCESSOR_FILES)}")
         return None
     try:
-        return load_image_processor(folder)
+        return _of_folder(folder)
     except (*LOAD_ERRORS, DataError) as error:
         errors.append(f"the image processor in {folder} cannot be used: {why_not_loaded(error)}")
         return None
+
+
+def _of_folder(folder: Path) -> BaseImageProcessor:
+    """Load the processor with torchvision as its backend, whatever the folder names.
+
+    The classes with Pillow differ from it by up to 0.015 per value, so the choice does not depend on what is installed.
+    Exceptions are those for which transformers itself uses Pillow: torchvision before 0.27 lacks their Lanczos filter.
+    Raises OSError or ValueError if the folder has none, DataError without torchvision.
+    """
+    processor = _image_processor(folder, "torchvision")
+    if not isinstance(processor, TorchvisionBackend):
+        raise DataError(f"{type(processor).__name__} is not backed by torchvision; install torchvision")
+    if type(processor).__name__ in DEFAULT_TO_PIL_BACKEND_IMAGE_PROCESSORS:
+        return _image_processor(folder, "pil")
+    return processor
+
+
+def _image_processor(folder: Path, backend: str) -> BaseImageProcessor:
+    return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)
 
 
 def media_preprocessor(

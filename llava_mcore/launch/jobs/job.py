@@ -1,5 +1,5 @@
-"""Jobs of SLURM, Kubernetes and Vertex AI: a file with all that a scheduler needs, written after every check that this
-machine can make."""
+"""Writes and submits jobs of SLURM, Kubernetes and Vertex AI: files for their schedulers, written only after every
+check that this machine can make."""
 
 from __future__ import annotations
 
@@ -159,12 +159,12 @@ def _cpus_per_node(run: RunConfig) -> int:
 
 
 def _saving_in(run: RunConfig, folder: Path | None) -> RunConfig:
-    """Return a run that saves in the folder that Vertex AI names at its start (AIP_CHECKPOINT_DIR), if it will."""
+    """Return a run that saves in a folder: the one that Vertex AI will name when it starts (AIP_CHECKPOINT_DIR)."""
     return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"save_dir": folder})})
 
 
 def _mounts(manifest: dict[str, Any]) -> list[str]:
-    """Return where a manifest's first container has volumes, those of --job-options included."""
+    """Return the folders where a manifest's first container mounts volumes, those of --job-options included."""
     spec = manifest["spec"]
     if manifest["kind"] == "JobSet":
         pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -175,7 +175,7 @@ def _mounts(manifest: dict[str, Any]) -> list[str]:
 
 
 def _will_not_resume(run: RunConfig) -> str | None:
-    """Return that a job that is started again would not continue, if so."""
+    """Return a warning if a job that is started again would begin from the start; else None."""
     checkpoint = run.checkpoint
     if checkpoint.saves and checkpoint.save_optim and checkpoint.load_optim:
         return None

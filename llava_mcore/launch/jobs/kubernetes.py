@@ -1,8 +1,8 @@
 """Manifests for Kubernetes: a JobSet, or a PyTorchJob of Kubeflow's training operator.
 
-In both, a pod is a node of the run: its container runs `train`, which starts the ranks of the node. When Kubernetes
-ends a pod (preemption, a drained node), `train` gets SIGTERM: all nodes save after the same iteration and end with 75,
-and all pods are started again.
+In both, a pod is a node of the run: its container runs `train`, which starts the node's ranks. When Kubernetes ends a
+pod (preemption, a drained node), its `train` gets SIGTERM. Then all nodes save after the same iteration and end with
+exit code 75, and Kubernetes starts all pods again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from llava_mcore.processes.control import STOPPED_EARLY
 SECTIONS = ("metadata", "spec", "pod_metadata", "pod", "container")
 """Sections of --job-options: of the manifest, and of its pods."""
 SECONDS_TO_SAVE = 300
-"""Seconds between SIGTERM and SIGKILL (terminationGracePeriodSeconds). Spot machines have less, whatever a pod asks."""
+"""Seconds between SIGTERM and SIGKILL (terminationGracePeriodSeconds). Spot machines give less, whatever a pod asks
+for."""
 MAX_RESTARTS = 20
-"""Starts of all pods after failures. Those after a stop that saved (75) do not count in a JobSet."""
+"""How often all pods are started again after failures. In a JobSet, restarts after a saved stop (75) do not count."""
 PORT = 29500
 FINAL = (2, 3)
-"""Exit codes that a new start would only repeat: a mistake in configuration or data, and a training that failed."""
+"""Exit codes after which a restart would fail again: a mistake in configuration or data, and a failed training."""
 _REPLICATED_JOB = "node"
 _LONGEST_NAME = 40
-"""Pods are named after the job, with up to 20 characters more, and a host name has at most 63."""
+"""A pod's name is the job's and up to 20 characters more; as a host name it may have 63."""
 
 RETRIED = f"""\
 "$@" &
@@ -138,7 +139,7 @@ def _object(version: str, kind: str, name: str, spec: dict[str, Any], job: Clust
 
 
 def _literal(command: Sequence[str]) -> list[str]:
-    """Return a command in which Kubernetes replaces nothing: `$(NAME)` would be a variable's value."""
+    """Escape a command for Kubernetes, which would replace `$(NAME)` by the value of a variable."""
     return [text.replace("$(", "$$(") for text in command]
 
 
@@ -150,7 +151,7 @@ def _on_exit(action: str, codes: Sequence[int]) -> dict[str, Any]:
 
 
 def _pod_template(job: ClusterJob, container: Mapping[str, Any], *, restart_policy: str | None) -> dict[str, Any]:
-    """Return the template of a node's pod: its container, volumes and resources, and the options of the user."""
+    """Return the template of a node's pod: container, volumes, resources and the user's options."""
     volumes, mounts = pod_volumes(job.volumes)
     resources: dict[str, Any] = {"requests": {"cpu": str(job.cpus)}}
     if job.gpus:

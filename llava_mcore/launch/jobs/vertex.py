@@ -34,7 +34,7 @@ def custom_job(job: ClusterJob, machine_type: str) -> dict[str, Any]:
     """Return a CustomJobSpec.
 
     Raises:
-        ConfigError: a volume is none that Vertex AI can mount.
+        ConfigError: Vertex AI cannot mount one of the volumes.
     """
     container = merged({"imageUri": job.image, "command": job.command}, job.options.get("container", {}))
     pool: dict[str, Any] = {
@@ -49,7 +49,7 @@ def custom_job(job: ClusterJob, machine_type: str) -> dict[str, Any]:
     pools = [pool]
     if job.num_nodes > 1:
         pools.append(pool | {"replicaCount": job.num_nodes - 1})
-    # A machine that is replaced needs the others to start again too: then all resume from the same checkpoint.
+    # When a machine is replaced, all start again and resume from the same checkpoint.
     spec = {"workerPoolSpecs": pools, "scheduling": {"restartJobOnWorkerRestart": True}}
     return merged(spec, job.options.get("spec", {}))
 
@@ -63,7 +63,7 @@ def output_folder(spec: dict[str, Any]) -> Path | None:
 def _machine(machine_type: str, gpus: int) -> dict[str, Any]:
     machine: dict[str, Any] = {"machineType": machine_type}
     kind = next((name for start, name in ACCELERATORS.items() if machine_type.startswith(f"{start}-")), None)
-    if gpus and kind is not None:  # of another machine, --job-options names them
+    if gpus and kind is not None:  # for other machines, --job-options names the GPUs
         machine |= {"acceleratorType": kind, "acceleratorCount": gpus}
     return machine
 

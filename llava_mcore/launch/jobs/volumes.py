@@ -20,10 +20,10 @@ def volumes_of(texts: Sequence[str]) -> tuple[Volume, ...]:
 
 
 def pod_volumes(volumes: Sequence[Volume]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return `volumes` and `volumeMounts` of a pod: the given ones, and memory for the processes to share.
+    """Return `volumes` and `volumeMounts` of a pod: the user's, and shared memory for its processes.
 
-    A pod's own /dev/shm has 64 MiB, with which loader processes and NCCL fail. One in memory counts towards the
-    container's memory.
+    The /dev/shm of a pod has 64 MiB by default, too little for loader processes and NCCL. The one here is a volume in
+    memory, which counts towards the container's limit.
     """
     sources: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": SHARED_MEMORY}]
@@ -41,10 +41,10 @@ def pod_volumes(volumes: Sequence[Volume]) -> tuple[list[dict[str, Any]], list[d
 
 
 def outside_of_volumes(run: RunConfig, mounted: Sequence[str]) -> list[str]:
-    """Return which paths of a run no volume of its container has.
+    """Return messages about paths of a run that are in no volume of its container.
 
     Args:
-        mounted: folders in the container that keep what is written, or have data.
+        mounted: folders of the container where volumes are mounted.
     """
     checkpoint = run.checkpoint
     named: list[tuple[str, Any]] = [

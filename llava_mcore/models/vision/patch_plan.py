@@ -22,6 +22,7 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
@@ -62,6 +63,7 @@ class PatchPlan(MediaPlan):
         # The smallest image is one square of patches, which becomes one token.
         self.patches_per_tile = self.rows_per_tile = self.merged
         self.tokens_per_tile = 1
+        self.frames_per_step = hf.vision_config.temporal_patch_size
         self.processing = processing
         _check_patches(processing.image_processor, hf)
         if processing.videos is not None:
@@ -89,6 +91,14 @@ class PatchPlan(MediaPlan):
     ) -> Tensor:
         """Return the patches [patches, f] of a video; no frame is left out."""
         return _processed(processor, frames, **options)["pixel_values_videos"]
+
+    def chunk_pixels(self, processor: BaseVideoProcessor, frames: Tensor, video: VideoShape, **options: Any) -> Tensor:
+        """Return the patches of some frames of a video, resized as all of it is."""
+        _, rows, columns = self.video_grid(video)
+        size = SizeDict(height=rows * processor.patch_size, width=columns * processor.patch_size)
+        # The resizing of all video processors, of which Qwen's computes the size from the number of frames.
+        resized = BaseVideoProcessor.resize(processor, image=frames, size=size, resample=processor.resample)
+        return _processed(processor, resized, do_resize=False, **options)["pixel_values_videos"]
 
     def grid_of(self, height: int, width: int) -> Grid:
         """Return the patches of an image of this height and width. DataError like `tokens`."""

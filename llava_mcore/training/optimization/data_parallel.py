@@ -87,17 +87,17 @@ def _fully_sharded(run: RunConfig, groups: Groups, model: MegatronModule) -> Sha
 def _communication_unit(model: MegatronModule) -> int:
     """Return how many gradients may wait to be reduced, those of two layers; half as many weights are gathered ahead.
 
-    Megatron-FSDP's own choice is a billion at least.
+    Megatron-FSDP's own default is a billion or more.
     """
     return 2 * max(sum(p.numel() for p in x.parameters()) for x in model.modules() if isinstance(x, TransformerLayer))
 
 
 @contextmanager
 def _own_stream() -> Iterator[None]:
-    """Do something on a CUDA stream of its own, after what came before and before what follows.
+    """Run the block on a CUDA stream of its own, ordered after earlier work and before later work.
 
-    Autograd adds up the gradients of a parameter on the stream where that was prepared, which data parallelism does,
-    and nothing on the default stream can be part of a CUDA graph.
+    Autograd accumulates a parameter's gradient on the stream on which the accumulation was set up, as data parallelism
+    does here. Work on the default stream cannot be part of a CUDA graph.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -107,11 +107,10 @@ def _own_stream() -> Iterator[None]:
 
 
 def overlaps_param_gather(run: RunConfig) -> bool:
-    """Return whether a run on GPUs gathers weights during the forward pass; only a distributed optimizer shards
-    them.
+    """Return whether a run on GPUs gathers weights during the forward pass. Only a distributed optimizer shards them.
 
-    Not those of adapters: megatron-core waits for weights before the forward pass of the module that has them, and
-    adapters are read by the layers that they belong to. They are small.
+    Adapters are gathered before it: megatron-core waits for weights before the forward pass of the module that holds
+    them, but layers read their adapters directly. They are small.
     """
     parallel = run.parallel
     is_enabled = parallel.overlap_grad_reduce and parallel.overlap_param_gather
@@ -124,8 +123,8 @@ def gathers_ahead(chunk: DataParallelModel) -> bool:
 
 
 def alike_here(model: VisionLanguageModel, chunk: DataParallelModel) -> dict[str, Tensor]:
-    """Return what this rank holds of the trained parameters that every tensor-parallel rank has alike, by their names
-    in the whole model."""
+    """Return this rank's values of the trained parameters that are replicated over tensor-parallel ranks, by their
+    names in the whole model."""
     names = alike(model)
     if not isinstance(chunk, ShardedModel):
         return dict(names)
@@ -145,7 +144,7 @@ class TowerGradients:
 
     @staticmethod
     def _parts_of(chunk: DataParallelModel, of_towers: set[torch.nn.Parameter]) -> Callable[[], list[Tensor]]:
-        """Return what finds this rank's gradients of the towers after a backward pass."""
+        """Return a function that finds this rank's gradients of the towers after a backward pass."""
         if isinstance(chunk, ShardedModel):
             return lambda: own_gradients(chunk, of_towers)
         ranges = list(gradient_ranges(chunk, of_towers))

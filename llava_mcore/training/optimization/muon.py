@@ -1,9 +1,9 @@
 """Muon for the matrices of linear layers, and AdamW for everything else, as one optimizer.
 
-Muon's update of a matrix is its momentum with all singular values near one. That needs the whole matrix, of which a
-rank has only a part: tensor parallelism divides it, and the distributed optimizer shards its momentum. So the parts are
-sent to one rank, a different one for each matrix, which computes the update and sends every part back. No rank computes
-what another one does, and the update is the same at every layout.
+Muon's update of a matrix is its momentum with all singular values moved close to one. Computing it needs the whole
+matrix, but a rank has only a part: tensor parallelism divides the matrix, and the distributed optimizer shards its
+momentum. So all parts are sent to one rank, a different one for each matrix. It computes the update and sends every
+part back. No update is computed twice, and it is the same at every layout.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class MuonSettings:
 class MuonAndAdamW(torch.optim.Optimizer):
     """Takes the place of an AdamW that megatron-core has built, with its parameter groups.
 
-    AdamW counts updates per parameter (torch's) or per group (Transformer Engine's); Muon counts as it does.
+    torch's AdamW counts updates per parameter, Transformer Engine's per group; Muon's parameters are counted likewise.
     """
 
     def __init__(self, adam: torch.optim.Optimizer, holders: Holders, settings: MuonSettings) -> None:
         super().__init__([{"params": []}], adam.defaults)
-        self.param_groups = adam.param_groups  # which torch would not take: in fp32 shards are views of parameters
+        self.param_groups = adam.param_groups  # torch would refuse them: in fp32, shards are views of parameters
         self._adam, self._holders, self._settings = adam, holders, settings
         self._rounds = holders.rounds()
         self.counts_per_parameter = isinstance(adam, torch.optim.AdamW)
@@ -75,7 +75,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 self.state[parameter] = self._new_state(parameter, self.moments_of(group))
 
     def moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of what is kept of the parameters of a group."""
+        """Return the names of the state tensors of a group's parameters."""
         return ADAM_STATE if group["optimizer"] == ADAM else MUON_STATE
 
     def _new_state(self, parameter: Parameter, names: Sequence[str]) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._count()
 
     def _update(self, matrices: Sequence[HeldMatrix], groups: Mapping[int, Mapping[str, Any]]) -> None:
-        """Update one matrix on each rank, or fewer matrices."""
+        """Update the matrices of a round: at most one per rank."""
         directions = [None if x.held is None else self._direction(x.held) for x in matrices]
         for x, update in zip(matrices, self._orthogonalized(matrices, directions), strict=True):
             if x.held is not None:
@@ -133,7 +133,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return [x for of_owner in returned for x in of_owner]
 
     def _over_divided(self, matrices: Sequence[Matrix], parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """The same where each tensor-parallel rank has its part of the matrices, at most one matrix per rank."""
+        """Return the updates, flat, where each tensor-parallel rank has its part of at most one matrix per rank."""
         group = self._holders.divided
         me, ranks = group.rank(), range(group.size())
         shaped = [part.view(x.shape) for x, part in zip(matrices, parts, strict=True)]
@@ -143,7 +143,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 for x, p in zip(matrices, shaped, strict=True)
             ]
         assigned = matrices[me] if me < len(matrices) else None
-        # Of a matrix that every rank has, its owner has it too.
+        # A matrix that is not divided need not be sent: its owner has it already.
         outgoing = [[shaped[i]] if i < len(matrices) and matrices[i].split is not None else [] for i in ranks]
         is_divided = assigned is not None and assigned.split is not None
         incoming = [[assigned.shape.numel()] if assigned is not None and is_divided else [] for _ in ranks]
@@ -173,9 +173,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def use_muon(optimizers: Sequence[MegatronOptimizer], matrices: Mapping[int, Matrix], options: OptimizerConfig) -> None:
-    """Let optimizers that megatron-core has built with AdamW update matrices by Muon; a collective call.
+    """Make optimizers that megatron-core has built with AdamW update matrices by Muon; a collective call.
 
-    Their parameter groups must have those of the matrices apart, without the mark of AdamW.
+    Matrices must be in parameter groups of their own, which are not marked as AdamW's.
     """
     settings = MuonSettings.of(options)
     for one in optimizers:

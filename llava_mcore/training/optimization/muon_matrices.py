@@ -1,4 +1,4 @@
-"""Which parameters Muon updates, and where each rank has its part of them."""
+"""The parameters that Muon updates, and the parts of them that each rank has."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def find_matrices(
 class HeldMatrix:
     """A matrix and the parts of it on the ranks of an optimizer.
 
-    held: this rank's part as the optimizer has it, flat or not; None if it has none. sizes: the numbers of elements on
-    the ranks that shard the optimizer, which follow each other.
+    held: this rank's part as the optimizer has it, flat or not; None if it has none. sizes: number of elements on each
+    of the ranks that shard the optimizer, in order: their parts are consecutive.
     """
 
     matrix: Matrix
@@ -103,7 +103,8 @@ class HeldMatrix:
 class Holders:
     """The matrices of an optimizer and the ranks that have parts of them.
 
-    sharded: the ranks that shard the optimizer; None: it is whole on every rank.
+    divided: the ranks among which tensor parallelism divides the matrices. sharded: the ranks that shard the optimizer;
+    None: it is whole on every rank.
     """
 
     matrices: tuple[HeldMatrix, ...]
@@ -116,13 +117,13 @@ class Holders:
         return self.divided.size() * (1 if self.sharded is None else self.sharded.size())
 
     def rounds(self) -> list[list[HeldMatrix]]:
-        """Return the matrices that are computed at the same time; those of a round cost about as much."""
+        """Return the matrices in rounds that are computed one after the other; those of a round cost about the same."""
         costly_first = sorted(self.matrices, key=lambda x: (-x.matrix.cost, x.matrix.name))
         return [costly_first[i : i + self.num_slots] for i in range(0, len(costly_first), self.num_slots)]
 
 
 def find_holders(optimizer: MegatronOptimizer, matrices: Mapping[int, Matrix]) -> Holders:
-    """Return where an optimizer's matrices are; a collective call of the ranks that shard it."""
+    """Find the matrices of an optimizer and their parts; a collective call of the ranks that shard it."""
     ranges = {
         id(parameter): (held, start, stop)
         for parameter, held, start, stop in updated_parameters(optimizer)

@@ -9,7 +9,7 @@ import pytest
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run, data_to_read, pad_multiple
-from tests.unit.config.test_rules import DIMS
+from tests.helpers.run_settings import DIMS, smallest_run
 
 CP, COMM_TYPE = "parallel.context_parallel_size", "parallel.cp_comm_type"
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -20,8 +20,7 @@ PACKED = ["data.packing=true", "data.seq_length=2048"]
 @pytest.fixture
 def good(tmp_path: Path) -> list[str]:
     """Overrides of a run without problems, for 4 processes: cp 2 x dp 2."""
-    start = [f"checkpoint.save_dir={tmp_path / 'out'}", f"checkpoint.load={tmp_path}"]
-    return [*start, "training.train_iters=10", f"{CP}=2", *PACKED]
+    return smallest_run(tmp_path, f"{CP}=2", *PACKED)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.plan.layout import layout_of
 from llava_mcore.plan.parameters import stage_parameters
 from llava_mcore.plan.read_config import read_model
+from tests.helpers.run_settings import smallest_run
 from tests.helpers.tiny_hf import make_hf_llava
 
 FLAG = "model.train_expanded=true"
@@ -21,7 +22,7 @@ FLAG = "model.train_expanded=true"
 
 @pytest.fixture
 def good(tmp_path: Path) -> list[str]:
-    return ["training.train_iters=10", f"checkpoint.save_dir={tmp_path / 'out'}", f"checkpoint.load={tmp_path}", FLAG]
+    return smallest_run(tmp_path, FLAG)
 
 
 def test_it_trains_neither_tower_nor_projection(good: list[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run
-from tests.unit.config.test_rules import DIMS
+from tests.helpers.run_settings import DIMS, smallest_run
 
 WITH_EXPERTS = replace(DIMS, num_experts=8, expert_ffn_hidden_size=48)
 EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
@@ -20,9 +20,7 @@ TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_paralle
 def good(tmp_path: Path) -> list[str]:
     """Overrides of a run without problems, for 8 processes: tp 2 x pp 2 x dp 2, ep 4."""
     return [
-        "training.train_iters=10",
-        f"checkpoint.save_dir={tmp_path / 'out'}",
-        f"checkpoint.load={tmp_path}",
+        *smallest_run(tmp_path),
         f"{TP}=2",
         f"{PP}=2",
         f"{EP}=4",

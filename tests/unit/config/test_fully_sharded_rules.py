@@ -8,16 +8,15 @@ import pytest
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run
+from tests.helpers.run_settings import DIMS, smallest_run
 from tests.unit.config.test_expert_rules import WITH_EXPERTS
-from tests.unit.config.test_rules import DIMS
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> list[str]:
     """Overrides of a run without problems, for 8 processes."""
-    given = ["training.train_iters=10", f"checkpoint.save_dir={tmp_path / 'out'}", f"checkpoint.load={tmp_path}"]
     return [
-        *given,
+        *smallest_run(tmp_path),
         "parallel.fsdp=optim_grads_params",
         "parallel.tensor_model_parallel_size=2",
         "validation.eval_interval=5",

@@ -8,7 +8,7 @@ import pytest
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_run, pad_multiple
-from tests.unit.config.test_rules import DIMS
+from tests.helpers.run_settings import DIMS, smallest_run
 
 FIRST, LAST = "parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage"
 PRECISION_AWARE = "optimizer.use_precision_aware_optimizer"
@@ -20,9 +20,7 @@ VIRTUAL = "parallel.num_layers_per_virtual_pipeline_stage"
 def good(tmp_path: Path) -> list[str]:
     """Overrides of a run of 8 layers without problems, for 8 processes: tp 2 x pp 2 x dp 2, 64 micro-batches."""
     return [
-        "training.train_iters=10",
-        f"checkpoint.save_dir={tmp_path / 'out'}",
-        f"checkpoint.load={tmp_path}",
+        *smallest_run(tmp_path),
         "parallel.tensor_model_parallel_size=2",
         "parallel.pipeline_model_parallel_size=2",
     ]

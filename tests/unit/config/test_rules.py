@@ -12,37 +12,16 @@ from transformers import GenerationConfig
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_devices, check_layout, check_run
-from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.models.language.decoder import require_within
-
-DIMS = ModelDims(
-    num_layers=8,
-    hidden_size=64,
-    ffn_hidden_size=128,
-    num_attention_heads=8,
-    num_query_groups=4,
-    vocab_size=100,
-    vision_num_layers=3,
-    vision_hidden_size=32,
-    vision_ffn_hidden_size=64,
-    vision_num_attention_heads=4,
-    max_position_embeddings=4096,
-    sliding_window=None,
-)
+from tests.helpers.run_settings import DIMS, smallest_run
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> list[str]:
     """Overrides of a run without problems, for 8 processes."""
-    return [
-        "training.train_iters=10",
-        f"checkpoint.save_dir={tmp_path / 'out'}",
-        f"checkpoint.load={tmp_path}",
-        "parallel.tensor_model_parallel_size=2",
-        "parallel.pipeline_model_parallel_size=2",
-    ]
+    return smallest_run(tmp_path, "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
 
 
 def test_a_good_run_has_no_problem(good: list[str]) -> None:

@@ -267,8 +267,8 @@ def test_what_cannot_be_served_is_one_message(
     incomplete = tmp_path / "incomplete"
     incomplete.mkdir()
     (incomplete / "config.json").write_text((folder / "config.json").read_text())
-    assert "model.safetensors" in says("--hf-dir", incomplete)
-    assert "no-such" in says("--hf-dir", tmp_path / "no-such")
+    assert "model.safetensors" in says("--port", 0, "--hf-dir", incomplete)
+    assert "no-such" in says("--port", 0, "--hf-dir", tmp_path / "no-such")
     assert "revision" in says("--hf-dir", tmp_path / "a@b")
     assert "--max-request-bytes must be at least 1" in says("--hf-dir", folder, "--max-request-bytes", 0)
     assert "choose another --host or --port" in says("--hf-dir", folder, "--host", "no.such.host.invalid")

@@ -24,10 +24,19 @@ def failures(**codes: int) -> dict[int, Any]:
         (failures(rank0=1, rank3=2), (3, 2)),
         (failures(rank0=124, rank1=124), (0, 124)),
         (failures(rank1=1), (1, 1)),
+        (failures(rank0=1, rank1=-11, rank2=2), (2, 2)),
+        (failures(rank0=1, rank1=-11), (1, -11)),
     ],
 )
 def test_a_rank_that_lost_its_connection_is_not_the_cause(found: dict[int, Any], expected: tuple[int, int]) -> None:
-    assert cause(found) == expected
+    assert cause(found, found) == expected
+
+
+def test_a_rank_that_crashed_while_others_ended_with_an_error() -> None:
+    crashed = failures(rank1=-11)
+    assert cause(crashed, crashed | failures(rank0=2, rank2=-9)) == (0, 2)
+    assert cause(crashed, crashed | failures(rank0=1, rank2=-9)) == (1, -11)
+    assert cause(failures(rank2=-9), failures(rank2=-9, rank0=2)) == (2, -9)
 
 
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 3), (1, 3), (124, 1), (75, 30)])

@@ -182,6 +182,40 @@ def test_packs(hf: Path, tmp_path: Path) -> None:
     assert sum(len(s.conversations) for s in load(tmp_path / "out")) == 40
 
 
+def test_packs_for_context_parallelism(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With their lengths rounded up, packs fit; without, `check` names those that do not."""
+    source = cases.write_llava_lines(tmp_path / "src", vqa_cases(60))
+    sizes = {}
+    for name, multiple in (("rounded", 16), ("tight", 1)):
+        options = Options(60, counting=Counting(hf), pack_to=256, sample_multiple=multiple)
+        make(source, tmp_path / name, options)
+        packs: dict[str, list[int]] = {}
+        for sample in read_back(tmp_path / name):
+            packs.setdefault(sample["key"], []).append(sample["num_tokens"])
+        assert sum(map(len, packs.values())) == 60
+        sizes[name] = [sum(-(-n // 16) * 16 for n in pack) for pack in packs.values()]
+    assert max(sizes["rounded"]) <= 256 < max(sizes["tight"])
+    flags = [
+        "check",
+        "--tokenizer-load-dir",
+        str(hf),
+        "--seq-length",
+        "256",
+        "--sample-multiple",
+        "16",
+        "--full",
+        "--show",
+        "0",
+    ]
+    assert main([*flags, "--data-path", str(tmp_path / "rounded")]) == 0
+    told = capsys.readouterr().out
+    assert "packs of --seq-length 256, lengths rounded up to multiples of 16: " in told
+    assert main([*flags, "--data-path", str(tmp_path / "tight")]) == 2
+    too_long = sum(size > 256 for size in sizes["tight"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{too_long} would be left out: a pack of " in told and "rounded up to multiples of 16 (--cp)" in told
+
+
 def write_listing(folder: Path, **changes: dict[str, Any]) -> Path:
     text = [Case((("user", f"What is {i} + 1?"), ("assistant", str(i + 1)))) for i in range(8)]
     cases.write_llava(folder / "chat", vqa_cases(12))
@@ -262,6 +296,10 @@ def test_bad_lists_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(command(listing, tmp_path / "out", "--image-key", "x", "--pack-to", 9)) == 2
     told = capsys.readouterr().err
     assert "--image-key belongs to each source" in told and "--pack-to needs --tokenizer-load-dir" in told
+    assert main(command(listing, tmp_path / "out", "--pack-to", 9, "--sample-multiple", 4)) == 2
+    assert "--pack-to 9 is not a multiple of --sample-multiple 4" in capsys.readouterr().err
+    assert main(command(listing, tmp_path / "out", "--sample-multiple", 4)) == 2
+    assert "--sample-multiple needs --pack-to" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["prepare", "--help"])
     assert "exit codes: 0 finished; 2 wrong input" in capsys.readouterr().out

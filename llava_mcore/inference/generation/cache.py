@@ -215,6 +215,7 @@ def cached_rows(models: Sequence[VisionLanguageModel], num_rows: int, device: to
         softcap = model.language_model.shape.attention_softcap
         for layer in model.language_model.decoder.layers:
             mixer: nn.Module = layer.self_attention
+            cached: nn.Module
             if isinstance(layer, CrossAttentionLayer):
                 mixer = layer.cross_attention
                 name, cached = "core_attention", CachedImages(rows)

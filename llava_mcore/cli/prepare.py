@@ -88,14 +88,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
     p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
     p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
-    p.add_argument(
-        "--sample-multiple",
-        type=positive,
-        default=1,
-        metavar="M",
-        help="with --pack-to: round the length of each conversation up to a multiple of M in a pack, 2 x --cp of "
-        "training (default 1)",
-    )
+    multiple = "with --pack-to: round lengths in a pack up to a multiple of M, 2 x --cp of training (default 1)"
+    p.add_argument("--sample-multiple", type=positive, default=1, metavar="M", help=multiple)
     p.add_argument(
         "--samples-per-shard",
         type=positive,

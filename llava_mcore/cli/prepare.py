@@ -84,12 +84,7 @@ def parser() -> argparse.ArgumentParser:
         "--preference-pairs", action="store_true", help="rows have a chosen and a rejected answer (docs/prepare.md)"
     )
     # How samples are counted, packed and divided over shards.
-    p.add_argument("--tokenizer-load-dir", type=Path, metavar="T", help="count tokens as in training with this folder")
-    p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
-    p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
-    p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
-    multiple = "with --pack-to: round lengths in a pack up to a multiple of M, 2 x --cp of training (default 1)"
-    p.add_argument("--sample-multiple", type=positive, default=1, metavar="M", help=multiple)
+    _add_counting_flags(p)
     p.add_argument(
         "--samples-per-shard",
         type=positive,
@@ -118,6 +113,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--num-workers", type=int, default=_num_cpus(), metavar="N", help="processes (default: all cores)")
     p.add_argument("--overwrite", action="store_true", help="delete what this command wrote there, and start again")
     return p
+
+
+def _add_counting_flags(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--tokenizer-load-dir", type=Path, metavar="T", help="count tokens as in training with this folder")
+    p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
+    p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
+    p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
+    multiple = "with --pack-to: round lengths in a pack up to a multiple of M, 2 x --cp of training (default 1)"
+    p.add_argument("--sample-multiple", type=positive, default=1, metavar="M", help=multiple)
 
 
 def _add_video_flags(p: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from llava_mcore.config.sections.data import BlendWeights
 from llava_mcore.data.loader.datasets import MAX_EPOCHS, Dataset
-from llava_mcore.data.order.mixture import Schedule, Share, WeightPoint, check_shares
+from llava_mcore.data.order.stream_order import Schedule, Share, WeightPoint, check_shares
 from llava_mcore.errors import DataError, problems
 
 FACTOR = "weight_factor"

@@ -18,8 +18,7 @@ from llava_mcore.data.loader.sample_reader import MOST_IN_A_ROW, SampleReader
 from llava_mcore.data.loader.stream import Packing, Stream
 from llava_mcore.data.loader.task_encoder import ChatTaskEncoder
 from llava_mcore.data.loader.turns import default_num_streams, streams_of_rank
-from llava_mcore.data.order.mixture import Progress
-from llava_mcore.data.order.stream_order import ChosenSample, Mixture, StreamOrder
+from llava_mcore.data.order.stream_order import ChosenSample, Mixture, Progress, StreamOrder
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from llava_mcore.data.loader.packing import PatchBudget, fullest_pack, is_filled
 from llava_mcore.data.loader.sample_reader import SampleReader
 from llava_mcore.data.loader.source import Delivery, PixelBuffers
 from llava_mcore.data.loader.turns import StreamTurns
-from llava_mcore.data.order.mixture import Progress
-from llava_mcore.data.order.stream_order import ChosenSample
+from llava_mcore.data.order.stream_order import ChosenSample, Progress
 from llava_mcore.data.samples import Batch, EncodedSample, Skip, TokenSample
 from llava_mcore.media.batch_fields import PIXEL_VALUES
 

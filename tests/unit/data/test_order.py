@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava_mcore.data.order.dataset_order import BLOCK, DatasetOrder, seed_of, shuffled
-from llava_mcore.data.order.mixture import Progress, Schedule, Share, WeightPoint, check_shares
-from llava_mcore.data.order.stream_order import ChosenSample, Mixture, StreamOrder
+from llava_mcore.data.order.stream_order import (
+    ChosenSample,
+    Mixture,
+    Progress,
+    Schedule,
+    Share,
+    StreamOrder,
+    WeightPoint,
+    check_shares,
+)
 from llava_mcore.errors import DataError
 
 SHUFFLED = [5, 6, 0, 2, 7, 3, 4, 1]

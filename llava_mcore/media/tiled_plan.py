@@ -14,9 +14,25 @@ from transformers.models.mllama.image_processing_mllama import (
     get_all_supported_aspect_ratios,
     get_optimal_tiled_canvas,
 )
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from llava_mcore.media.batch_fields import ASPECT_RATIO_IDS, ATTENDED_FIELDS, IMAGE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Picture, Size
+
+
+def attended_tiles(ids: Sequence[int], own_tiles: Tensor, image_token_id: int) -> Tensor:
+    """Return which tiles each token attends to, int64 [1, s, images, tiles], as transformers' processor says.
+
+    Args:
+        ids: [s].
+        own_tiles: int64 [1, images, tiles], 1 where a tile is not padding.
+    """
+    seen = get_cross_attention_token_mask(list(ids), image_token_id)
+    counts = own_tiles.sum(-1).tolist()
+    return torch.from_numpy(convert_sparse_cross_attention_mask_to_dense([seen], counts, own_tiles.shape[-1], len(ids)))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,19 @@ def chunks_of_rank(cp_size: int, rank: int) -> tuple[int, int]:
     return rank, 2 * cp_size - 1 - rank
 
 
+def across_nodes(tp_size: int, cp_size: int, world_size: int, per_node: int) -> str | None:
+    """Return that some ranks which divide samples are on different nodes; None if none are. Such ranks are neighbors,
+    tensor-parallel ones first."""
+    divisors = [n for n in range(1, cp_size + 1) if per_node % (tp_size * n) == 0]
+    if cp_size == 1 or world_size <= per_node or cp_size in divisors:
+        return None
+    advice = f"--cp {divisors[-1]} stays inside a node" if divisors else f"--tp {tp_size} alone does not fit into nodes"
+    return (
+        f"--tp {tp_size} x --cp {cp_size} = {tp_size * cp_size} processes divide the tokens of a sample, on several "
+        f"nodes of {per_node}: keys and values of every layer cross the network; {advice}"
+    )
+
+
 def uncuttable(batch: TensorFields, cp_size: int) -> str | None:
     """Return why a pack cannot be cut into 2 * cp chunks; None if it can. Rows are padded first, so they can."""
     multiple = 2 * cp_size

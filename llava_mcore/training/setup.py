@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from llava_mcore.models.language.router import ExpertLoads, Router, RouterLosses
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
+from llava_mcore.parallel.context import across_nodes
 from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
 from llava_mcore.parallel.random import seed_replicas
 from llava_mcore.parallel.together import raise_together
@@ -261,3 +263,7 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     context = f" x cp {groups.cp_size}" if groups.cp_size > 1 else ""
     sizes = f"tp {groups.tp_size}{context} x pp {groups.pp_size} x dp {groups.dp_size}{experts}"
     logger.info("layout: %s on %s", sizes, groups.device)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
+    crossing = across_nodes(groups.tp_size, groups.cp_size, groups.world_size, per_node)
+    if crossing is not None:
+        logger.warning("%s", crossing)

@@ -62,6 +62,8 @@ def check_divided_tokens(dims: ModelDims, tp: int, cp: int, source: str) -> Iter
     """
     if cp == 1:
         return
+    if dims.num_cross_layers:
+        yield f"--cp {cp} does not work with the layers of {source} that attend to images: omit it"
     for quantity, size in (("key", dims.delta_key_heads), ("value", dims.delta_value_heads)):
         if size % (tp * cp):
             yield (

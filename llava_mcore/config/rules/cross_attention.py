@@ -23,9 +23,7 @@ def check_cross_attention(run: RunConfig, dims: ModelDims, source: str) -> Itera
     if not dims.num_cross_layers:
         return
     parallel, model = run.parallel, run.model
-    cp = parallel.context_parallel_size
     for flag, is_set in (
-        (f"--cp {cp}", cp > 1),
         (f"--fsdp {parallel.fsdp}", parallel.fsdp != "none"),
         ("--cuda-graphs", model.cuda_graphs),
         ("--cuda-graphs-vision", model.cuda_graphs_vision),

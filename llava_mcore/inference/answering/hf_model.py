@@ -40,6 +40,7 @@ from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.inference.answering.job import Dtype, ReadOptions
 from llava_mcore.inference.generation.settings import Settings
 from llava_mcore.media.media import DEFAULT_FPS
+from llava_mcore.media.tiled_plan import attended_tiles
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.whole_folder import open_whole_folder
 
@@ -117,6 +118,9 @@ class HfModel:
             for mark, token_id in self.assets.chat.media_ids.items():
                 kinds[ids == token_id] = kind_of[mark]
             processed["mm_token_type_ids"] = kinds
+        if "cross_attention_mask" in processed:
+            own_tiles, image = processed["aspect_ratio_mask"], self.model.config.image_token_id
+            processed["cross_attention_mask"] = attended_tiles(array.tolist(), own_tiles, image)
         floats = {name: x.to(self.model.dtype) for name, x in processed.items() if x.is_floating_point()}
         return processed | floats
 

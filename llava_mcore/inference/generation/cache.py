@@ -178,7 +178,7 @@ class CachedImages(MaskedAttention):
     def __init__(self, rows: CachedRows) -> None:
         super().__init__()
         self.rows = rows
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.seen_by_row: dict[int, tuple[Tensor, Tensor]] = {}
 
     def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None, seen: Tensor) -> Tensor:
         """Attend to a prompt's images, or to those of each row; arguments as for `MaskedAttention`.
@@ -190,10 +190,10 @@ class CachedImages(MaskedAttention):
         if row is not None:
             assert key is not None and value is not None
             last = seen[self.rows.prompt_length - 1]
-            self.kept[row] = key[last], value[last]
+            self.seen_by_row[row] = key[last], value[last]
             return super().forward(query, key, value, seen)
         out = query.new_zeros(len(query), query.shape[1] * query.shape[2])
-        for index, (keys, values) in self.kept.items():
+        for index, (keys, values) in self.seen_by_row.items():
             everything = seen.new_ones(1, len(keys))
             out[index] = super().forward(query[index : index + 1], keys, values, everything)[0]
         return out
@@ -215,6 +215,7 @@ def cached_rows(models: Sequence[VisionLanguageModel], num_rows: int, device: to
         softcap = model.language_model.shape.attention_softcap
         for layer in model.language_model.decoder.layers:
             mixer: nn.Module = layer.self_attention
+            cached: nn.Module
             if isinstance(layer, CrossAttentionLayer):
                 mixer = layer.cross_attention
                 name, cached = "core_attention", CachedImages(rows)

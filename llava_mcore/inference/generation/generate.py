@@ -178,6 +178,7 @@ class _AnswerLoop:
                 return
             batch, length, position = prompt
             ids = batch.input_ids[:, :length]
+            ids = ids[:, ids[0] < self.model.models[-1].language_model.true_vocab_size]  # those that can be predicted
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
             most_tokens = self.settings.longest_answer(length)
             row = _PromptRow(

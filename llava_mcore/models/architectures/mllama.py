@@ -76,20 +76,20 @@ class Mllama(Architecture):
             ConversionError: the image processor makes other grids than the tower has embeddings for.
         """
         vision, images = hf.vision_config, processing.image_processor
-        side, most = image_side(vision), vision.max_num_tiles
-        if images.max_image_tiles != most or images.size["height"] != side:
+        side, max_tiles = image_side(vision), vision.max_num_tiles
+        if images.max_image_tiles != max_tiles or images.size["height"] != side:
             raise ConversionError(
                 f"the image processor makes up to {images.max_image_tiles} tiles of {images.size['height']} pixels, "
-                f"but config.json has max_num_tiles {most} and image_size {side}: correct the processor's settings"
+                f"but config.json has max_num_tiles {max_tiles} and image_size {side}: correct the processor's settings"
             )
-        numbered = [list(x) for x in get_all_supported_aspect_ratios(most)]
+        numbered = [list(x) for x in get_all_supported_aspect_ratios(max_tiles)]
         if numbered != [list(x) for x in vision.supported_aspect_ratios]:
             raise ConversionError(
                 "vision_config.supported_aspect_ratios are not those of the image processor, which numbers all grids "
-                f"of up to {most} tiles"
+                f"of up to {max_tiles} tiles"
             )
         patches = num_patches(vision)
-        return TiledPlan(hf.image_token_id, TileGrid(side, most, patches, patches + 1))
+        return TiledPlan(hf.image_token_id, TileGrid(side, max_tiles, patches, patches + 1))
 
     def placeholder(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the placeholder token of an image in text."""

@@ -1,4 +1,4 @@
-"""Layers that attend to the features of images in place of the tokens, behind gates (Mllama; Flamingo, arXiv
+"""Layers that attend to the features of images in place of the tokens, scaled by gates (Mllama; Flamingo, arXiv
 2204.14198).
 
 Features are no tokens of the sequence. They come as `context` and who sees which of them as `context_mask`, which

@@ -87,7 +87,9 @@ class MllamaTower(VisionFamily):
 
     def weight_entries(self, hf: PretrainedConfig, *, megatron: str, prefix: str, num_layers: int) -> list[Entry]:
         """Return the entries of all layers and of everything around them."""
-        ends = [Entry(megatron + ours, prefix + theirs, REPLICATED) for ours, theirs in _ENDS.items()]
+        ends = [
+            Entry(megatron + megatron_name, prefix + hf_name, REPLICATED) for megatron_name, hf_name in _ENDS.items()
+        ]
         layers = [
             *_layers(hf, megatron, prefix + "transformer.layers.", hf.num_hidden_layers),
             *_layers(hf, megatron + "global_", prefix + "global_transformer.layers.", hf.num_global_layers),

@@ -90,7 +90,7 @@ class TiledTransformer(VisionModule):
         self.conv1 = nn.Conv2d(3, hidden, shape.patch_size, shape.patch_size, bias=False, dtype=dtype)
         self.class_token = nn.Parameter(torch.randn(hidden, dtype=dtype) * config.init_method_std)
         self.position_embeddings = nn.Parameter(torch.randn(n, hidden, dtype=dtype) * config.init_method_std)
-        # What depends on the grid of tiles stands behind gates.
+        # What depends on the grid of tiles is scaled by gates.
         self.position_gate, self.pre_tile_gate, self.post_tile_gate = (
             nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(3)
         )
@@ -132,12 +132,12 @@ class TiledTransformer(VisionModule):
 
         l: the output of the global layers, and the chosen ones of local layers, whose numbers alternate.
         """
-        shape, ids, own = self.shape, media[ASPECT_RATIO_IDS], self._own_tiles(media)
+        shape, ids, own_tiles = self.shape, media[ASPECT_RATIO_IDS], self._own_tiles(media)
         k, n, m, count = shape.num_tiles, shape.num_positions, shape.padded_positions, len(media[ASPECT_RATIO_IDS])
-        x = self._embedded(self.conv1(pixel_values).flatten(2).transpose(1, 2), ids, own)  # [i, k, n, h]
+        x = self._embedded(self.conv1(pixel_values).flatten(2).transpose(1, 2), ids, own_tiles)  # [i, k, n, h]
         x = F.pad(self.ln_pre(x), (0, 0, 0, m - n)).flatten(1, 2)  # [i, k * m, h]
         # Padding sees what is not, and is seen by that, but not by itself.
-        padding = F.pad(own[:, :, None].expand(-1, -1, n), (0, m - n)).flatten(1).logical_not()
+        padding = F.pad(own_tiles[:, :, None].expand(-1, -1, n), (0, m - n)).flatten(1).logical_not()
         mask = ~(padding[:, None, :, None] & padding[:, None, None, :])
         last, inner = self._local(x.transpose(0, 1).contiguous(), mask)
         of_tiles = self.post_tile_embeddings(ids).view(count, k, 1, -1)
@@ -146,11 +146,11 @@ class TiledTransformer(VisionModule):
         states = [y.transpose(0, 1).unflatten(1, (k, m))[:, :, :n] for y in (x, *inner)]
         return torch.cat([states[0], torch.stack(states[1:], dim=-1).flatten(-2)], dim=-1).flatten(0, 1)
 
-    def _embedded(self, patches: Tensor, ids: Tensor, own: Tensor) -> Tensor:
+    def _embedded(self, patches: Tensor, ids: Tensor, own_tiles: Tensor) -> Tensor:
         """Return all tiles [i, k, n, h] with their positions, of the images' own [tiles, p, h]."""
         k, (p, h) = self.shape.num_tiles, patches.shape[1:]
-        rows = own.flatten().long().cumsum(0) - 1  # of each tile in `patches`; padding takes the row of zeros
-        x = F.pad(patches, (0, 0, 0, 0, 0, 1))[torch.where(own.flatten(), rows, len(patches))].view(-1, k, p, h)
+        rows = own_tiles.flatten().long().cumsum(0) - 1  # of each tile in `patches`; padding takes the row of zeros
+        x = F.pad(patches, (0, 0, 0, 0, 0, 1))[torch.where(own_tiles.flatten(), rows, len(patches))].view(-1, k, p, h)
         x = x + self.pre_tile_embeddings(ids).view(-1, k, 1, h) * self.pre_tile_gate.tanh()
         x = torch.cat([self.class_token.expand(*x.shape[:2], 1, h), x], dim=2)
         gate = self.position_gate.tanh()

@@ -10,7 +10,7 @@ import torch
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, IMAGE_FIELDS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.image_tokens import insert_features
 from llava_mcore.parallel.batch import MicroBatch
-from llava_mcore.parallel.context import cut, gathered_rows, local_tokens, uncuttable
+from llava_mcore.parallel.context import across_nodes, cut, gathered_rows, local_tokens, uncuttable
 
 
 def batch_of(bounds: list[int], *, rows: int = 1) -> MicroBatch:
@@ -77,3 +77,19 @@ def test_a_pack_that_cannot_be_cut() -> None:
     assert (
         message is not None and "multiples of 4 = 2 x --cp, but these are not: 1 (6 tokens), 2 (18 tokens)" in message
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((1, 1, 16, 8), None),
+        ((2, 4, 16, 8), None),
+        ((4, 4, 8, 8), None),  # one node: the rules say what does not divide
+        ((2, 8, 32, 8), "--tp 2 x --cp 8 = 16 processes divide the tokens of a sample, on several nodes of 8"),
+        ((1, 3, 24, 8), "--cp 2 stays inside a node"),
+        ((16, 2, 32, 8), "--tp 16 alone does not fit into nodes"),
+    ],
+)
+def test_samples_that_nodes_divide_are_named(sizes: tuple[int, int, int, int], said: str | None) -> None:
+    message = across_nodes(*sizes)
+    assert message is None if said is None else message is not None and said in message

@@ -54,7 +54,7 @@ def test_a_page_touches_few_files(kind: str, page: str) -> None:
         ("flag", '"--on-too-long"'),
         ("flag", '"--keep-last"'),
         ("flag", '"--alert-spike"'),
-        ("connector", "LinearConnector"),
+        ("connector", "Perceiver"),
         ("connector", "ShuffleLinear"),
         ("class", "LlavaNext"),
         ("class", "Qwen2Audio"),

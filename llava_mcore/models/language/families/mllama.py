@@ -92,12 +92,12 @@ class MllamaText(LanguageFamily):
 def _cross_entries(names: TextNames) -> list[Entry]:
     """Return templates of a layer's attention to images, and of its gates."""
     m, h = names.megatron_layer, names.hf_layer
-    inside, theirs = m + "cross_attention.", h + "cross_attn."
+    inside, hf_attention = m + "cross_attention.", h + "cross_attn."
     return [
         Entry(m + "pre_cross_attn_layernorm.weight", h + "input_layernorm.weight", REPLICATED),
-        *(Entry(f"{inside}linear_{x}.weight", f"{theirs}{x}_proj.weight", COLUMN) for x in "qkv"),
-        Entry(inside + "linear_proj.weight", theirs + "o_proj.weight", ROW),
-        *(Entry(f"{inside}{x}_layernorm.weight", f"{theirs}{x}_norm.weight", REPLICATED) for x in "qk"),
+        *(Entry(f"{inside}linear_{x}.weight", f"{hf_attention}{x}_proj.weight", COLUMN) for x in "qkv"),
+        Entry(inside + "linear_proj.weight", hf_attention + "o_proj.weight", ROW),
+        *(Entry(f"{inside}{x}_layernorm.weight", f"{hf_attention}{x}_norm.weight", REPLICATED) for x in "qk"),
         Entry(m + "cross_attn_bda.gate", h + "cross_attn_attn_gate", REPLICATED),
         Entry(m + "mlp_bda.gate", h + "cross_attn_mlp_gate", REPLICATED),
     ]

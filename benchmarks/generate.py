@@ -30,7 +30,7 @@ from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.models.vision.features import image_side
 from llava_mcore.parallel.groups import Groups, join_alone
 from llava_mcore.parallel.share import share_step
 

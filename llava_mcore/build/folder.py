@@ -31,7 +31,7 @@ from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.atomic import require_absent
 from llava_mcore.media.media import Processing, Size, VideoShape
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of
-from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.models.vision.features import image_side
 
 _PROBE = f"USER: {IMAGE_TOKEN}\n{PROBE}"
 

@@ -83,23 +83,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--preference-pairs", action="store_true", help="rows have a chosen and a rejected answer (docs/prepare.md)"
     )
-    # How samples are counted, packed and divided over shards.
-    _add_counting_flags(p)
-    p.add_argument(
-        "--samples-per-shard",
-        type=positive,
-        metavar="N",
-        help="rows per tar file; --val-ratio counts these files (default 1000, or fewer for --val-ratio of few rows)",
-    )
-    p.add_argument("--shuffle-seed", type=int, default=0, metavar="N", help="seed of the order of rows (default 0)")
-    p.add_argument("--keep-order", action="store_true", help="do not shuffle: rows keep the order of the sources")
-    p.add_argument(
-        "--val-ratio",
-        type=_ratio,
-        default=0.0,
-        metavar="R",
-        help="fraction of the tar files, not of the rows, for validation (0)",
-    )
+    _add_shard_flags(p)
     p.add_argument(
         "--check-images", action="store_true", help="decode every image and audio clip (default: read its header)"
     )
@@ -115,13 +99,27 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _add_counting_flags(p: argparse.ArgumentParser) -> None:
+def _add_shard_flags(p: argparse.ArgumentParser) -> None:
+    """Add how samples are counted, packed and divided over shards."""
     p.add_argument("--tokenizer-load-dir", type=Path, metavar="T", help="count tokens as in training with this folder")
     p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
     p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
     p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
-    multiple = "with --pack-to: round lengths in a pack up to a multiple of M, 2 x --cp of training (default 1)"
-    p.add_argument("--sample-multiple", type=positive, default=1, metavar="M", help=multiple)
+    p.add_argument(
+        "--sample-multiple", type=positive, default=1, metavar="M",
+        help="with --pack-to: round the length of each conversation up to a multiple of M in a pack, 2 x --cp of "
+        "training (default 1)",
+    )  # fmt: skip
+    p.add_argument(
+        "--samples-per-shard", type=positive, metavar="N",
+        help="rows per tar file; --val-ratio counts these files (default 1000, or fewer for --val-ratio of few rows)",
+    )  # fmt: skip
+    p.add_argument("--shuffle-seed", type=int, default=0, metavar="N", help="seed of the order of rows (default 0)")
+    p.add_argument("--keep-order", action="store_true", help="do not shuffle: rows keep the order of the sources")
+    p.add_argument(
+        "--val-ratio", type=_ratio, default=0.0, metavar="R",
+        help="fraction of the tar files, not of the rows, for validation (0)",
+    )  # fmt: skip
 
 
 def _add_video_flags(p: argparse.ArgumentParser) -> None:

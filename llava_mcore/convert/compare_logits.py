@@ -25,11 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
-from llava_mcore.config.rules.all_rules import check_parts
-from llava_mcore.config.rules.context import check_divided_tokens
-from llava_mcore.config.rules.experts import check_expert_layout
 from llava_mcore.convert.inputs import processed_media
-from llava_mcore.convert.logits_worker import run_rank
+from llava_mcore.convert.logits_worker import require_layout, run_rank
 from llava_mcore.data.processors.audio_files import audio_length, decode_audio, require_libraries
 from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import ConversionError, DataError, problems, with_article
@@ -131,11 +128,7 @@ def compare_logits(
     hf = load_hf_config(hf_dir)
     settle_ties(hf, folder)
     dims = model_dims(hf)
-    refused = check_parts(dims, tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
-    refused += [*check_expert_layout(dims, ep, 1, str(hf_dir)), *check_divided_tokens(dims, tp, cp, str(hf_dir))]
-    if refused:
-        context = f" x cp {cp}" if cp > 1 else ""
-        raise ConversionError(problems(f"logits cannot be compared at tp {tp}{context} x pp {pp}", refused))
+    require_layout(dims, hf_dir, tp=tp, pp=pp, ep=ep, cp=cp)
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
     prompt = _prompt(hf, hf_dir, example)
     length = prompt.megatron_inputs["input_ids"].shape[1]

@@ -15,8 +15,12 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from llava_mcore import log
+from llava_mcore.config.rules.all_rules import check_parts
+from llava_mcore.config.rules.context import check_divided_tokens
+from llava_mcore.config.rules.dims import ModelDims
+from llava_mcore.config.rules.experts import check_expert_layout
 from llava_mcore.convert.load_model import load_part
-from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.errors import ConversionError, LlavaMcoreError, problems
 from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.multimodal import VisionLanguageModel
@@ -154,3 +158,12 @@ def _own_part(
     padded = pad_to(batch, -(-ids.shape[1] // multiple) * multiple, fields)
     part = cut(padded, group.size(), fields)[group.rank()]
     return part.input_ids, part.position_ids, part.media
+
+
+def require_layout(dims: ModelDims, hf_dir: Path, *, tp: int, pp: int, ep: int, cp: int) -> None:
+    """Raise ConversionError if the processes cannot divide every layer."""
+    refused = check_parts(dims, tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
+    refused += [*check_expert_layout(dims, ep, 1, str(hf_dir)), *check_divided_tokens(dims, tp, cp, str(hf_dir))]
+    if refused:
+        context = f" x cp {cp}" if cp > 1 else ""
+        raise ConversionError(problems(f"logits cannot be compared at tp {tp}{context} x pp {pp}", refused))

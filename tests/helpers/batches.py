@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import features_per_tile
-from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.models.vision.features import image_side
 from llava_mcore.parallel.batch import no_dataset_ids
 
 LENGTH = 48

@@ -19,7 +19,7 @@ from transformers import (
     SiglipModel,
 )
 
-from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.models.vision.features import image_side
 from tests.helpers.tiny_hf import CORPUS, randomise, text_config, vision_config
 
 VOCAB = 401

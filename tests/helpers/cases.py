@@ -23,7 +23,7 @@ from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIX
 from llava_mcore.media.media import MediaPlan, MediaTokens, Processing, VideoShape, index_values
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, features_per_tile
-from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.models.vision.features import image_side
 from llava_mcore.models.vision.patch_plan import PatchPlan
 from tests.helpers.tiny_audio import RATE, make_hf_audio, wave
 from tests.helpers.tiny_classes import MAKERS

@@ -20,7 +20,7 @@ from llava_mcore.build.architectures.base import FolderClass, tile_settings
 from llava_mcore.build.language import IMAGE_TOKEN, VIDEO_TOKEN, TokenIds
 from llava_mcore.build.vision import FeatureShape
 from llava_mcore.errors import ConfigError
-from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.features import image_side, num_patches, patch_side
 
 _ASPECT_RATIO = "anyres_max_9"
 """As in LLaVA-OneVision's own checkpoints: larger grids are resized to nine tiles."""

@@ -19,7 +19,7 @@ from llava_mcore.build.architectures.idefics import IdeficsFolder
 from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.vision import FeatureShape
 from llava_mcore.models.architectures.registry import architecture_of
-from llava_mcore.models.vision.geometry import image_side, patch_side
+from llava_mcore.models.vision.features import image_side, patch_side
 
 _SHORTEST = 378 / 980
 """Shortest edge of an image as a fraction of the longest, as in Idefics2's own processor."""

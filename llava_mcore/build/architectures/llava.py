@@ -13,7 +13,7 @@ from transformers import (
 from llava_mcore.build.architectures.base import FolderClass
 from llava_mcore.build.language import IMAGE_TOKEN, TokenIds
 from llava_mcore.build.vision import FeatureShape
-from llava_mcore.models.vision.geometry import patch_side
+from llava_mcore.models.vision.features import patch_side
 
 
 class LlavaFolder(FolderClass):

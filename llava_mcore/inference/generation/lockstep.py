@@ -19,7 +19,7 @@ class State(IntEnum):
 
 
 class Lockstep:
-    """What replicas agree on before every pass; nothing, where each has all experts."""
+    """The agreement of replicas before every pass; nothing, where each has all experts."""
 
     def __init__(self, groups: Groups) -> None:
         self._control = groups.control if groups.replicas_share_experts else None

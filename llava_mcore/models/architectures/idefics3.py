@@ -29,8 +29,7 @@ from llava_mcore.media.media import MediaBudget, MediaPlan, MediaTokens, Picture
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.shuffle_linear import ShuffleLinear
-from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.geometry import image_side, num_patches
+from llava_mcore.models.vision.features import FeatureChoice, image_side, num_patches
 from llava_mcore.weights.names import HfNames, KnownNames
 
 _STYLE = HfNames("model.vision_model.", "model.connector.", "model.text_model.", "lm_head.weight")

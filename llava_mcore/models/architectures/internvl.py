@@ -25,8 +25,7 @@ from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.architectures.llava import NAMES
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.pixel_shuffle import PixelShuffle
-from llava_mcore.models.vision.features import FeatureChoice, feature_choice
-from llava_mcore.models.vision.geometry import num_patches
+from llava_mcore.models.vision.features import FeatureChoice, feature_choice, num_patches
 from llava_mcore.weights.names import KnownNames
 
 _MARKS = ("start_image_token", "end_image_token")

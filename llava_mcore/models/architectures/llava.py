@@ -10,8 +10,7 @@ from llava_mcore.media.media import MediaPlan, Processing, SameTokens
 from llava_mcore.models.architectures.base import TileArchitecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.mlp import Mlp
-from llava_mcore.models.vision.features import FeatureChoice, feature_choice
-from llava_mcore.models.vision.geometry import num_patches
+from llava_mcore.models.vision.features import FeatureChoice, feature_choice, num_patches
 from llava_mcore.weights.names import HfNames, KnownNames
 
 NAMES = KnownNames(

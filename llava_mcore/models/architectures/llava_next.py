@@ -12,7 +12,7 @@ from llava_mcore.media.anyres import NEXT_FIELDS, AnyRes, AnyResPlan
 from llava_mcore.media.batch_fields import Fields
 from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.architectures.llava import NAMES, Llava
-from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.features import image_side, num_patches, patch_side
 from llava_mcore.weights.names import KnownNames
 
 

@@ -17,8 +17,7 @@ from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.linear import LinearConnector
 from llava_mcore.models.language.families.dense import head_dim
 from llava_mcore.models.language.families.mllama import cross_layers
-from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.geometry import image_side, num_patches
+from llava_mcore.models.vision.features import FeatureChoice, image_side, num_patches
 from llava_mcore.weights.names import HfNames, KnownNames
 
 NAMES = KnownNames(

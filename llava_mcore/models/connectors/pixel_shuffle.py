@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import activation
 from llava_mcore.models.connectors.connector import Connector, Output
-from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.features import image_side, num_patches, patch_side
 from llava_mcore.weights.table import COLUMN, REPLICATED, ROW, Entry
 
 _WEIGHT_BIAS = ("weight", "bias")

@@ -22,7 +22,7 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_norm,
 )
 from llava_mcore.models.vision.family import TileTower
-from llava_mcore.models.vision.geometry import image_side, patch_side
+from llava_mcore.models.vision.features import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.names import LayerNames
 from llava_mcore.weights.table import REPLICATED, Entry

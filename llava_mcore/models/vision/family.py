@@ -11,8 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from llava_mcore.media.batch_fields import Fields, MediaWork
-from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.features import FeatureChoice, image_side, num_patches, patch_side
 from llava_mcore.models.vision.patches import PatchShape, PatchTransformer
 from llava_mcore.models.vision.transformer import VisionShape, VisionTransformer
 from llava_mcore.weights.table import Entry

@@ -1,4 +1,4 @@
-"""The hidden states of the tower that LLaVA uses, and the number of tokens per image.
+"""Sizes of images, and the hidden states that are features, as a tower's Hugging Face config gives them.
 
 Hugging Face's rule: hidden_states[0] is the embedding (after CLIP's pre-norm), hidden_states[i] the output of layer
 i, before any post-norm; "default" drops the first token of the result, "full" keeps all.
@@ -44,3 +44,30 @@ def feature_choice(hf: PretrainedConfig) -> FeatureChoice:
     if max(layers) == 0:
         raise ConversionError(f"vision_feature_layer = {chosen}: the tower's embedding alone is not supported")
     return FeatureChoice(layers, hf.vision_feature_select_strategy == "default")
+
+
+def image_side(vision: PretrainedConfig) -> int:
+    """Return the height and width in pixels of the tower's images."""
+    return _side(vision.image_size, "image_size")
+
+
+def patch_side(vision: PretrainedConfig) -> int:
+    """Return the height and width of a patch in pixels."""
+    return _side(vision.patch_size, "patch_size")
+
+
+def num_patches(vision: PretrainedConfig) -> int:
+    """Return the patches of an image; the rest at its right and lower edge is ignored."""
+    return (image_side(vision) // patch_side(vision)) ** 2
+
+
+def _side(value: object, key: str) -> int:
+    """Read a number, or two equal ones, as some families have.
+
+    Raises:
+        ConversionError: height and width differ.
+    """
+    sides = list(value) if isinstance(value, list | tuple) else [value]
+    if len(set(sides)) != 1 or not isinstance(sides[0], int):
+        raise ConversionError(f"vision_config.{key} = {value}: only square images and patches are supported")
+    return sides[0]

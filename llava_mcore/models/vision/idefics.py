@@ -18,7 +18,7 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.media.batch_fields import TABLE_PATCH_FIELDS, Fields
 from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, WEIGHT_BIAS, layer_entries, transformer_fields
 from llava_mcore.models.vision.family import PatchTower
-from llava_mcore.models.vision.geometry import image_side, num_patches, patch_side
+from llava_mcore.models.vision.features import image_side, num_patches, patch_side
 from llava_mcore.models.vision.patches import PatchShape
 from llava_mcore.models.vision.siglip import Siglip
 from llava_mcore.models.vision.transformer import VisionShape

@@ -39,7 +39,7 @@ _END_EPS = 1e-5
 
 @dataclass(frozen=True)
 class TiledShape:
-    """What TransformerConfig does not say. `num_local`: layers before the global ones. `num_ratios`: grids of tiles,
+    """Sizes that TransformerConfig lacks. `num_local`: layers before the global ones. `num_ratios`: grids of tiles,
     counted from 1."""
 
     image_size: int

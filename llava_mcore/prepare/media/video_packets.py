@@ -56,7 +56,7 @@ class FrameTimes(Sequence[Fraction]):
 
 @dataclass(frozen=True, slots=True)
 class VideoPackets:
-    """What the packets of a video say of its frames."""
+    """The frames of a video, as its packets give them."""
 
     times: FrameTimes
     """Of the frames in the order in which they are shown."""
@@ -77,7 +77,7 @@ class VideoPackets:
 
     @property
     def header_problem(self) -> str | None:
-        """What is wrong about the header's number of frames."""
+        """The problem with the header's number of frames."""
         count = len(self.stored)
         if self.header_count in (0, count):
             return None

@@ -28,7 +28,7 @@ from llava_mcore.build.write_folder import describe_for_older
 from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.models.vision.features import image_side
 from tests.helpers.build_parts import (
     VOCAB,
     load,

@@ -16,7 +16,7 @@ from llava_mcore.cli import import_hf
 from llava_mcore.cli.build import main
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConfigError
-from llava_mcore.models.vision.geometry import image_side
+from llava_mcore.models.vision.features import image_side
 from tests.helpers.build_checks import assert_converts
 from tests.helpers.build_parts import load, save_vision, tensors_of
 from tests.helpers.class_tokens import assert_same_ids

@@ -27,6 +27,7 @@ from llava_mcore.checkpoint import layout
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
 from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.config.rules.context import check_divided_tokens
+from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.rules.experts import check_expert_layout
 from llava_mcore.convert.inputs import processed_media
 from llava_mcore.convert.logits_worker import run_rank
@@ -131,11 +132,7 @@ def compare_logits(
     hf = load_hf_config(hf_dir)
     settle_ties(hf, folder)
     dims = model_dims(hf)
-    refused = check_parts(dims, tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
-    refused += [*check_expert_layout(dims, ep, 1, str(hf_dir)), *check_divided_tokens(dims, tp, cp, str(hf_dir))]
-    if refused:
-        context = f" x cp {cp}" if cp > 1 else ""
-        raise ConversionError(problems(f"logits cannot be compared at tp {tp}{context} x pp {pp}", refused))
+    _require_layout(dims, str(hf_dir), tp=tp, pp=pp, ep=ep, cp=cp)
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
     prompt = _prompt(hf, hf_dir, example)
     length = prompt.megatron_inputs["input_ids"].shape[1]
@@ -163,6 +160,15 @@ def compare_logits(
         raise ConversionError(_report(difference, largest, wrong, folder, checkpoint, hf_dir))
     not_compared = tuple(key for key in megatron_modules if key not in modules)
     return Agreement(difference, largest, expected.shape[1], len(shared), not_compared)
+
+
+def _require_layout(dims: ModelDims, source: str, *, tp: int, pp: int, ep: int, cp: int) -> None:
+    """Raise ConversionError if ranks cannot divide the model so."""
+    refused = check_parts(dims, tp, pp, source)  # of whole towers every rank has other outputs
+    refused += [*check_expert_layout(dims, ep, 1, source), *check_divided_tokens(dims, tp, cp, source)]
+    if refused:
+        context = f" x cp {cp}" if cp > 1 else ""
+        raise ConversionError(problems(f"logits cannot be compared at tp {tp}{context} x pp {pp}", refused))
 
 
 def require_memory(num_numbers: int, *, num_processes: int) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.step import train_step
 from tests.parallel.checks import join
-from tests.parallel.context_checks import Layout, configure, open_loader
+from tests.parallel.context_checks import ROUNDED, Layout, configure
+from tests.parallel.gradient_checks import open_loader
 from tests.parallel.training_checks import make_trainer
 
 STEPS = 4
@@ -34,7 +35,8 @@ def losses(
                 flags |= {"parallel.cp_comm_type": way} if cp > 1 else {}
             run = configure(layout, case["checkpoint"], save_dir, **flags)
             trainer = make_trainer(groups, run)
-            loader = open_loader(groups, case, [case["all"], case["single"], case["text"]] * STEPS, packed=True)
+            steps = [case["all"], case["single"], case["text"]] * STEPS
+            loader = open_loader(groups, case, steps, packed=True, **ROUNDED)
             curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
             for _ in range(STEPS):
                 batches, *_ = fetch_step(groups, loader, 3, SkipBudget(0.0), trainer.fields)

@@ -13,7 +13,7 @@ from tests.gpu import context_checks
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world
-from tests.parallel.test_vision_parallel import OF_PICTURES, OF_QWEN
+from tests.parallel.tiny_models import OF_PICTURES, OF_QWEN
 
 pytestmark = pytest.mark.gpu
 NUM_GPUS = torch.cuda.device_count()

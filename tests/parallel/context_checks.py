@@ -9,25 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
-from llava_mcore.data.samples import Conversation
-from llava_mcore.models.trainable import whole_name
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
-from llava_mcore.training.step import forward_backward, train_step
+from llava_mcore.training.step import train_step
 from tests.helpers.batches import LENGTH, FakeBatch, FakeLoader
-from tests.helpers.class_checks import batch_of
 from tests.parallel.answer_checks import ASKED, train_and_ask
 from tests.parallel.checks import join
-from tests.parallel.class_curve_checks import GivenLoader
+from tests.parallel.gradient_checks import step_gradients
 from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, curve, make_trainer, run_config
 from tests.parallel.validation_checks import train_and_validate
 
@@ -35,6 +31,7 @@ Layout = tuple[int, int, int]
 """tp, cp, pp."""
 MULTIPLE, SAMPLE_MULTIPLE = 32, 8
 """Lengths of packs and of samples that every layout can divide: 8 * tp * cp and 2 * cp for four ranks."""
+ROUNDED = {"multiple": MULTIPLE, "sample_multiple": SAMPLE_MULTIPLE}
 PACKED, PADDED, DIVIDED = "packed", "padded", "packed, images divided"
 
 
@@ -48,17 +45,6 @@ def configure(layout: Layout, checkpoint: str, save_dir: str, **flags: Any) -> R
         "data.seq_length": 512,
     }
     return run_config(tp, pp, checkpoint, save_dir, **(of_layout | flags))
-
-
-def open_loader(
-    groups: Groups, case: dict[str, Any], steps: Sequence[Sequence[Conversation]], *, packed: bool
-) -> GivenLoader | None:
-    """Return the loader of these micro-batches, on ranks that load data."""
-    if not groups.loads_data:
-        return None
-    assets = load_assets(Path(case["hf"]))
-    rounded: dict[str, Any] = {"multiple": MULTIPLE, "sample_multiple": SAMPLE_MULTIPLE}
-    return GivenLoader([batch_of(assets, conversations, packed=packed, **rounded) for conversations in steps])
 
 
 def gradients(
@@ -77,22 +63,8 @@ def gradients(
         for kind in kinds:
             more = {"parallel.vision_data_parallel": True} if kind == DIVIDED else {}
             run = configure(layout, case["checkpoint"], save_dir, **flags, **more)
-            found[name, kind] = _gradients(groups, run, case, packed=kind != PADDED)
+            found[name, kind] = step_gradients(groups, run, case, packed=kind != PADDED, **ROUNDED)
     return found
-
-
-def _gradients(groups: Groups, run: RunConfig, case: dict[str, Any], *, packed: bool) -> dict[str, Any]:
-    trainer = make_trainer(groups, run)
-    loader = open_loader(groups, case, [case["all"], case["single"], case["text"]], packed=packed)
-    batches, *_ = fetch_step(groups, loader, 3, SkipBudget(0.0), trainer.fields)
-    for chunk in trainer.chunks:
-        chunk.zero_grad_buffer()
-    reports = forward_backward(trainer.chunks, batches)
-    losses = [report["loss"].tolist() for report in reports if "loss" in report]
-    trainer.optimizer.prepare_grads()  # hands over the gradients whose norm is taken
-    named = [(model, name, p) for model in trainer.models for name, p in model.named_parameters()]
-    found: dict[str, Tensor] = {whole_name(m, n): p.main_grad.clone() for m, n, p in named if p.requires_grad}
-    return {"losses": losses, "norm": trainer.optimizer.get_grad_norm(), "gradients": found}
 
 
 class WholeSamples(FakeLoader):

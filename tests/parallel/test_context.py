@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.model_table import mapping_table, usual_names
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import make_hf_qwen
@@ -20,8 +17,8 @@ from tests.helpers.world import run_world
 from tests.parallel import context_checks
 from tests.parallel.context_checks import DIVIDED, PACKED, PADDED, Layout
 from tests.parallel.test_experts import few_samples
-from tests.parallel.test_vision_parallel import CLASSES as EVERY_CLASS
-from tests.parallel.test_vision_parallel import OF_PICTURES, OF_QWEN, TinyModel
+from tests.parallel.tiny_models import CLASSES as EVERY_CLASS
+from tests.parallel.tiny_models import OF_PICTURES, OF_QWEN, Cases, TinyModel, assert_same_gradients, make_cases
 
 DIVISIBLE = {name: TinyModel(partial(make_hf_qwen, name=name), OF_QWEN) for name in ("qwen2_5_vl", "qwen3_vl")}
 """Their towers can be divided over two ranks."""
@@ -39,24 +36,12 @@ RANKS = {layout: layout[0] * layout[1] * layout[2] for layout in [ONE, *LAYOUTS]
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    root = tmp_path_factory.mktemp("context")
-    found = {}
-    for name, model in CLASSES.items():
-        model.make(root / name)
-        import_hf(root / name, root / f"{name}-megatron")
-        found[name] = {
-            "hf": str(root / name),
-            "checkpoint": str(root / f"{name}-megatron"),
-            "all": model.conversations,
-            "single": model.conversations[2:],
-            "text": model.conversations[1:2],
-        }
-    return found
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return make_cases(tmp_path_factory.mktemp("context"), CLASSES)
 
 
 @pytest.fixture(scope="module")
-def whole(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Losses and gradients of one rank."""
     save_dir = str(tmp_path_factory.mktemp("one"))
     found: dict[str, Any] = run_world(1, context_checks.gradients, layout=ONE, cases=cases, save_dir=save_dir)[0]
@@ -65,7 +50,7 @@ def whole(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradients_are_those_of_one_rank(
-    cases: dict[str, dict[str, Any]], whole: dict[str, Any], tmp_path: Path, layout: Layout
+    cases: Cases, whole: dict[str, Any], tmp_path: Path, layout: Layout
 ) -> None:
     # Without tensor parallelism ranks divide images by themselves. A pipeline's micro-batches have as many rows, so
     # they are packed.
@@ -79,8 +64,9 @@ def test_losses_and_gradients_are_those_of_one_rank(
             assert torch.allclose(losses, torch.tensor(expected["losses"]), rtol=1e-5, atol=1e-6), where
             for rank in ranks:
                 assert rank[name, kind]["norm"] == pytest.approx(expected["norm"], rel=1e-5), where
-                gradients = rank[name, kind]["gradients"]
-                assert_same_gradients(case, expected["gradients"], gradients, rank, layout, where, kind == DIVIDED)
+                of_both = expected["gradients"], rank[name, kind]["gradients"]
+                place: dict[str, Any] = {"tp": layout[0], "tp_rank": rank["tp_rank"], "has_all": layout[2] == 1}
+                assert_same_gradients(case, *of_both, where=where, whole_tower=kind == DIVIDED, **place)
 
 
 def sum_of_losses(ranks: list[dict[Any, Any]], layout: Layout, key: tuple[str, str]) -> Tensor:
@@ -90,29 +76,7 @@ def sum_of_losses(ranks: list[dict[Any, Any]], layout: Layout, key: tuple[str, s
     return torch.stack([torch.tensor(rank[key]["losses"]) for rank in last]).sum(0)
 
 
-def assert_same_gradients(
-    case: dict[str, Any],
-    whole: dict[str, Tensor],
-    found: dict[str, Tensor],
-    rank: dict[Any, Any],
-    layout: Layout,
-    where: Any,
-    has_tower: bool,
-) -> None:
-    """Compare each gradient with the part of one rank's that this rank has, perhaps all of the tower's."""
-    tp, _, pp = layout
-    hf = load_hf_config(Path(case["hf"]))
-    entries = mapping_table(hf, usual_names(hf), hf_tensors={}, padded_vocab_size=512).entries
-    assert found and (pp > 1 or found.keys() == whole.keys())
-    for name, gradient in found.items():
-        is_whole = has_tower and name.startswith("vision_model.")
-        expected = whole[name] if is_whole else entries[name].shard.split(whole[name], tp)[rank["tp_rank"]]
-        assert gradient.shape == expected.shape, (where, name)
-        error = (gradient - expected).abs().max()
-        assert error <= 1e-5 * whole[name].abs().max() + 1e-9, (where, name, error, whole[name].abs().max())
-
-
-def test_steps_validations_and_answers_are_those_of_one_rank(cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_steps_validations_and_answers_are_those_of_one_rank(cases: Cases, tmp_path: Path) -> None:
     """With every option, and with two replicas of two ranks."""
     data = few_samples(tmp_path / "data", 18)
     arguments = {"cases": cases, "data": str(data), "save_dir": str(tmp_path)}
@@ -136,9 +100,7 @@ def test_steps_validations_and_answers_are_those_of_one_rank(cases: dict[str, di
                 assert result[0] == pytest.approx(expected[0], rel=1e-5) and result[1:] == expected[1:], (layout, key)
 
 
-def test_a_stopped_run_continues_bit_for_bit_and_at_other_layouts(
-    cases: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_stopped_run_continues_bit_for_bit_and_at_other_layouts(cases: Cases, tmp_path: Path) -> None:
     make_dataset(tmp_path / "data", num_samples=24)
     case = cases["qwen2_5_vl"] | {"data": str(tmp_path / "data")}
     arguments = {"case": case, "save_dir": str(tmp_path / "runs")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,13 @@ import torch
 
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.data.samples import Conversation
-from llava_mcore.models.trainable import whole_name
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
-from llava_mcore.training.setup import Trainer
-from llava_mcore.training.step import forward_backward, train_step
-from tests.helpers.class_checks import batch_of
+from llava_mcore.training.step import train_step
 from tests.parallel.checks import join
-from tests.parallel.class_curve_checks import GivenLoader
+from tests.parallel.gradient_checks import open_loader, step_gradients
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, MIXED, TrainingRun, make_trainer, run_all, run_config
 
@@ -48,39 +42,12 @@ def gradients(tp: int, pp: int, cases: dict[str, dict[str, Any]], save_dir: str)
         for variant, (packed, flags) in VARIANTS.items():
             flags = flags if tp > 1 else {}
             run = run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(3), **flags)
-            found[name, variant] = _gradients(groups, run, case, packed=packed)
+            found[name, variant] = step_gradients(groups, run, case, packed=packed)
     return found
 
 
 def _batch_sizes(packs: int) -> dict[str, Any]:
     return {"training.micro_batch_size": 1, "training.global_batch_size": packs}
-
-
-def _gradients(groups: Groups, run: RunConfig, case: dict[str, Any], *, packed: bool) -> dict[str, Any]:
-    trainer = make_trainer(groups, run)
-    loader = _loader(groups, case, [case["all"], case["single"], case["text"]], packed=packed)
-    batches, *_ = fetch_step(groups, loader, 3, SkipBudget(0.0), trainer.fields)
-    for chunk in trainer.chunks:
-        chunk.zero_grad_buffer()
-    reports = forward_backward(trainer.chunks, batches)
-    losses = [report["loss"].tolist() for report in reports if "loss" in report]
-    trainer.optimizer.prepare_grads()  # hands over the gradients whose norm is taken
-    norm = trainer.optimizer.get_grad_norm()
-    return {"losses": losses, "norm": norm, "gradients": _main_gradients(trainer)}
-
-
-def _main_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    named = [(model, name, p) for model in trainer.models for name, p in model.named_parameters()]
-    return {whole_name(model, name): p.main_grad.clone() for model, name, p in named if p.requires_grad}
-
-
-def _loader(
-    groups: Groups, case: dict[str, Any], packs: Sequence[Sequence[Conversation]], *, packed: bool
-) -> GivenLoader | None:
-    if not groups.loads_data:
-        return None
-    assets = load_assets(Path(case["hf"]))
-    return GivenLoader([batch_of(assets, conversations, packed=packed) for conversations in packs])
 
 
 def curves(tp: int, pp: int, cases: dict[str, dict[str, Any]], llava: str, save_dir: str) -> dict[str, Any]:
@@ -117,7 +84,7 @@ def _without_tp(flags: dict[str, Any]) -> dict[str, Any]:
 def _curve(groups: Groups, run: RunConfig, case: dict[str, Any]) -> dict[str, list[float]]:
     trainer = make_trainer(groups, run)
     packs = [case["all"], case["single"]] * CURVE_STEPS
-    loader = _loader(groups, case, packs, packed=True)
+    loader = open_loader(groups, case, packs, packed=True)
     losses, norms = [], []
     for _ in range(CURVE_STEPS):
         batches, *_ = fetch_step(groups, loader, 2, SkipBudget(0.0), trainer.fields)
@@ -132,7 +99,7 @@ def with_dropout(tp: int, pp: int, case: dict[str, Any], save_dir: str) -> dict[
     groups = join(tp, pp)
     flags = {"adapter.dropout": 0.5, **LORA, **WHOLE}
     trainer = make_trainer(groups, run_config(tp, pp, case["checkpoint"], save_dir, **_batch_sizes(1), **flags))
-    loader = _loader(groups, case, [case["all"]], packed=True)
+    loader = open_loader(groups, case, [case["all"]], packed=True)
     batches, *_ = fetch_step(groups, loader, 1, SkipBudget(0.0), trainer.fields)
     train_step(groups, trainer.chunks, trainer.optimizer, trainer.scheduler, batches, 1).result()
     named = [pair for model in trainer.models for pair in model.named_parameters() if pair[1].requires_grad]

@@ -43,6 +43,7 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
     """
     config = read_object(folder / CONFIG, ConversionError)
     tensors = open_weights(folder).tensors
+    # Tensors of layers whose output nothing uses.
     names = names_in_folder(tensors, layers)
     skipped = sorted(tensors.keys() - set(names.values()))
     if skipped:
@@ -52,8 +53,10 @@ def plan_of_folder(folder: Path, name: str, layers: ModelLayers, *, is_trained: 
             len(skipped),
             skipped[0],
         )
+    # The rank of each layer, from the shape of its A.
     shapes = {name: tuple(tensors[key].shape) for name, key in names.items()}
     lora_ranks = {name.removesuffix(LORA_A): shape[0] for name, shape in shapes.items() if name.endswith(LORA_A)}
+    # Everything that does not fit, at once.
     errors = _not_supported(config)
     errors += [_cannot_adapt(name, layers) for name in lora_ranks if name not in layers.adaptable]
     errors += _other_experts(config, lora_ranks, layers)

@@ -39,6 +39,7 @@ def quantize_model(models: Sequence[VisionLanguageModel], layers: ModelLayers, k
     """
     if kind == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError("--lora-quantize nf4 needs the package bitsandbytes: pip install 'llava-mcore[qlora]'")
+    # Each layer in turn; what is not quantized follows.
     quantized_layers: list[Quantized] = []
     gather = partial(gather_parts, groups=groups)
     for model in models:
@@ -52,6 +53,7 @@ def quantize_model(models: Sequence[VisionLanguageModel], layers: ModelLayers, k
             experts.freeze_with(partial(_stacked, quantized, experts.weight.shape), groups.device)
             quantized_layers.append(quantized)
         model.to(groups.device)
+    # What was gained.
     weights, num_bytes = sum(x.num_weights for x in quantized_layers), sum(x.num_bytes for x in quantized_layers)
     logger.info(
         "%s: %s weights of this rank's %d layers take %.3f GiB",

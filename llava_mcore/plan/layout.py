@@ -143,6 +143,7 @@ def stage_layers(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
 
 def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
     """Return the layout of a configuration on so many GPUs. `num_layers`: of the decoder."""
+    # What several fields follow from.
     parallel, model, training, adapter = run.parallel, run.model, run.training, run.adapter
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     layers = stage_layers(parallel, num_layers)
@@ -152,12 +153,14 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
     ranks = max(1, world // parallel.replica_size)
     return RunLayout(
         world=world,
+        # Stages and micro-batches.
         tp=tp,
         pp=pp,
         layers=layers,
         micro_batch_size=training.micro_batch_size,
         num_micro_batches=max(1, training.global_batch_size // (training.micro_batch_size * ranks)),
         virtual=max(1, layers[0] // chunk) if chunk and pp > 1 else 1,
+        # Who has which part of the model and of the optimizer.
         sequence_parallel=parallel.sequence_parallel and tp > 1,
         whole_towers=parallel.vision_data_parallel,
         distributed_optimizer=parallel.divides_optimizer,
@@ -168,6 +171,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         state_bytes=in_device,
         matrix_state_bytes=in_device - (4.0 if run.optimizer.name == "muon" else 0.0),
         offloaded_bytes=in_host,
+        # What is computed, and how.
         recompute=model.recompute,
         recompute_modules=model.recompute_modules,
         recompute_block=model.recompute_num_layers if full and model.recompute_method == "block" else None,
@@ -177,6 +181,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         fp8_vision=training.fp8_vision,
         graphs=model.cuda_graphs,
         graphs_vision=model.cuda_graphs_vision,
+        # What is trained.
         trains_language=not adapter.is_on and not model.freeze_language_model,
         trains_expanded=model.train_expanded,
         trains_tower=not adapter.is_on and trains_tower(run),
@@ -190,6 +195,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
             adapter.expert_r or 0,
         ),
         weight_bytes=_BYTES[training.precision or "bf16"],
+        # Tokens of a pass, and who divides them.
         packing=run.data.packing,
         seq_length=run.data.seq_length,
         computed_multiple=loader_multiple(run) if model.cuda_graphs else pad_multiple(run),

@@ -51,6 +51,7 @@ def simulate(
         message: seconds from one stage to the next.
     """
     pp = len(forward)
+    # What each stage does in turn, and when it is free again.
     queues = [list(order(stage, pp, micro_batches, virtual)) for stage in range(pp)]
     position, free = [0] * pp, [0.0] * pp
     done: dict[tuple[str, int, int], float] = {}
@@ -63,6 +64,7 @@ def simulate(
             return 0.0 if place == 0 else done.get(("forward", place - 1, index))
         return done.get(("forward", place, index) if place == last else ("backward", place + 1, index))
 
+    # Each stage goes on until it has to wait for another one; then the next stage, until all are done.
     while any(position[s] < len(queues[s]) for s in range(pp)):
         moved = False
         for stage in range(pp):

@@ -32,6 +32,7 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
+    # A row for each stage: grey, and over it what it computes.
     spans, num_drawn = passes(prediction)
     layout, end = prediction.layout, max(span.end for span in spans)
     figure = Figure(figsize=(14, 1.4 + 0.5 * layout.pp), layout="constrained")
@@ -39,6 +40,7 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
     axes.barh(range(layout.pp), [1e3 * end] * layout.pp, height=0.8, color=IDLE, label="idle (bubble)")
     _bars(axes, prediction, spans)
     _after(axes, prediction, end)
+    # Labels.
     axes.set_yticks(range(layout.pp), [f"stage {i}: {n} layers" for i, n in enumerate(layout.layers)])
     axes.invert_yaxis()
     axes.set_xlabel("ms")

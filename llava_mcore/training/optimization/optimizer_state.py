@@ -67,11 +67,13 @@ def optimizer_state(
     distributed = distributed_optimizers(optimizer)
     if not distributed:
         return _plain_state(optimizer, model, updates)
+    # Tensors to load into. Megatron-FSDP has none before its first update.
     for one in distributed:
         if is_loading or is_fully_sharded(one):
             allocate_state(one, updates)
     sharded_tensors = nested_values(extract_sharded_tensors_and_factories(model)[0])
     sharded_by_tensor = {sharded.data: sharded for sharded in sharded_tensors}
+    # Of every parameter the range that this rank owns, as slices of the tensor that the model saves.
     parts = {}
     for index, (one, param, start, stop) in enumerate(_all_ranges(distributed)):
         tensors = {} if is_loading else _own_tensors(one, param)

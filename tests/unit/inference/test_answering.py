@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from llava_mcore.cli import chat as chat_command
+from llava_mcore.config.sections.data import Limits
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import Assets, load_assets
 from llava_mcore.data.encode.encode import tokenize
@@ -20,13 +21,14 @@ from llava_mcore.data.samples import Conversation, Skip, Turn
 from llava_mcore.errors import ConfigError, DataError
 from llava_mcore.inference.answering.chat import Chat
 from llava_mcore.inference.answering.hf_model import HfModel
-from llava_mcore.inference.answering.user_files import asked_turn
+from llava_mcore.inference.answering.user_files import asked_turn, read_video
 from llava_mcore.inference.generation.generate import most_probable
 from llava_mcore.inference.generation.prompt import encode_prompt
 from llava_mcore.inference.generation.questions import Question, Questions
 from llava_mcore.inference.generation.settings import FILE, TokenSampling, read_settings, require_known
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.parallel.groups import join_alone, shut_down
+from llava_mcore.prepare.media.video_files import decode_video
 from llava_mcore.prepare.sampling import Sampling
 from tests.helpers.cases import Case, make_sharp_case
 from tests.helpers.generating import Ask, generate_here
@@ -267,6 +269,15 @@ def test_a_question_with_marks_of_its_own() -> None:
     """Marks are added before a question that has none."""
     assert asked_turn(" a <image> b ", 1, 0).text == "a <image> b"
     assert asked_turn("a", 2, 1, 1).text == "<image>\n<image>\n<video>\n<audio>\na"
+
+
+def test_a_video_of_a_question_is_sampled_as_prepare_does(root: Path) -> None:
+    sampling = Sampling(fps=2.0)
+    video = read_video(root / "video.mp4", Limits(), sampling)
+    with (root / "video.mp4").open("rb") as file:
+        decoded = decode_video(file, sampling, Limits())
+    assert list(video.frames) == decoded.frames and len(decoded.frames) > 1
+    assert video.fps == decoded.fps
 
 
 def test_chat(root: Path, assets: Assets) -> None:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from benchmarks.plan_rows import Row, rows
 from benchmarks.shapes import SHAPES, make_hf_folder
-from llava_mcore.plan.efficiency import Efficiency
-from llava_mcore.plan.gpus import gpu_named
+from llava_mcore.plan.hardware.efficiency import Efficiency
+from llava_mcore.plan.hardware.gpus import gpu_named
 from llava_mcore.plan.layout import layout_of
 from llava_mcore.plan.material import packs_for
-from llava_mcore.plan.model import Model
 from llava_mcore.plan.predict import Prediction, predict
-from llava_mcore.plan.read_config import read_model
 from llava_mcore.plan.seconds import Machine
+from llava_mcore.plan.sizes.model import Model
+from llava_mcore.plan.sizes.read_config import read_model
 from llava_mcore.plan.work import like_llava, spoken
 
 TIME, MEMORY = 10.0, 5.0

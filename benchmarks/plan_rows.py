@@ -32,7 +32,7 @@ FITTED = {
     ("adapters_7b_fp8.json", 0),
     ("adapters_7b_nf4.json", 0),
 }
-"""Rows to which the constants of `llava_mcore.plan.efficiency` were fitted: file and number of the row."""
+"""Rows to which the constants of `llava_mcore.plan.hardware.efficiency` were fitted: file and number of the row."""
 ALLOCATED = (
     "train_step_7b_2_vision.json",
     "train_step_7b_4.json",

@@ -14,14 +14,14 @@ from llava_mcore.config.load import as_run_config
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.plan import report
-from llava_mcore.plan.calibration import read_calibration, write_calibration
 from llava_mcore.plan.dataset import material_of
-from llava_mcore.plan.efficiency import Efficiency
 from llava_mcore.plan.forecast import balanced
-from llava_mcore.plan.gpus import GPUS, gpu_named
-from llava_mcore.plan.read_config import read_model
+from llava_mcore.plan.hardware.calibration import read_calibration, write_calibration
+from llava_mcore.plan.hardware.efficiency import Efficiency
+from llava_mcore.plan.hardware.gpus import GPUS, gpu_named
 from llava_mcore.plan.search import VARIED, Candidate, Searched, SearchResult, search
 from llava_mcore.plan.seconds import Machine
+from llava_mcore.plan.sizes.read_config import read_model
 from llava_mcore.plan.timeline import draw
 
 MOST_GPUS = 1 << 20

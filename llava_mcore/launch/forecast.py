@@ -10,7 +10,7 @@ from llava_mcore.config.rules.parallel import check_balance
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.launch.preflight import with_epochs
 from llava_mcore.plan.forecast import balanced, forecast
-from llava_mcore.plan.read_config import read_model
+from llava_mcore.plan.sizes.read_config import read_model
 
 
 def completed(run: RunConfig, world_size: int, gpu_count: int) -> RunConfig:

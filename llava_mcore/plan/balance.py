@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from llava_mcore.plan.gpus import GIB
+from llava_mcore.plan.hardware.gpus import GIB
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.memory import stage_memory
-from llava_mcore.plan.model import Model
 from llava_mcore.plan.seconds import Machine, stage_passes
+from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import PackWork, Work
 
 FIRST, LAST = "parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llava_mcore.plan.layout import RunLayout
-from llava_mcore.plan.model import Decoder, Model
+from llava_mcore.plan.sizes.model import Decoder, Model
 from llava_mcore.plan.work import Work
 
 if TYPE_CHECKING:

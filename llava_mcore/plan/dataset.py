@@ -12,7 +12,7 @@ from typing import Any
 
 from llava_mcore.errors import ConfigError
 from llava_mcore.plan.material import sample_work
-from llava_mcore.plan.model import Model
+from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import NUM_SAMPLES, Sample, like_llava, spoken
 
 MANIFEST = "manifest.json"

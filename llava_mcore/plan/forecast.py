@@ -11,14 +11,14 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.plan import report
 from llava_mcore.plan.balance import balanced_layers, stage_keys
 from llava_mcore.plan.dataset import material_of
-from llava_mcore.plan.efficiency import Efficiency
-from llava_mcore.plan.gpus import GIB, GPUS, Gpu, gpu_of_device
+from llava_mcore.plan.hardware.efficiency import Efficiency
+from llava_mcore.plan.hardware.gpus import GIB, GPUS, Gpu, gpu_of_device
 from llava_mcore.plan.layout import layout_of
-from llava_mcore.plan.model import Model
 from llava_mcore.plan.predict import Prediction
-from llava_mcore.plan.read_config import read_model
 from llava_mcore.plan.search import Searched, changed, search
 from llava_mcore.plan.seconds import Machine
+from llava_mcore.plan.sizes.model import Model
+from llava_mcore.plan.sizes.read_config import read_model
 
 TOO_LARGE = 1.1
 """Times a GPU's memory from which on a prediction is a warning: it is within 5 % in most measured runs, not in all."""

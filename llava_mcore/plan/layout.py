@@ -11,6 +11,7 @@ from typing import Literal
 from llava_mcore.config.rules.adapter import trains_projection, trains_tower
 from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import ParallelConfig, RunConfig
+from llava_mcore.config.sections.adapter import AdapterConfig
 
 Recompute = Literal["none", "selective", "full"]
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -186,14 +187,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         trains_expanded=model.train_expanded,
         trains_tower=not adapter.is_on and trains_tower(run),
         trains_projection=not adapter.is_on and trains_projection(run),
-        adapter=Adapter(
-            adapter.r or 0,
-            adapter.vision_r or 0,
-            adapter.projection_r or 0,
-            adapter.targets,
-            adapter.quantize,
-            adapter.expert_r or 0,
-        ),
+        adapter=_adapter_of(adapter),
         weight_bytes=_BYTES[training.precision or "bf16"],
         # Tokens of a pass, and who divides them.
         packing=run.data.packing,
@@ -205,6 +199,11 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         cp=parallel.context_parallel_size,
         cp_comm_type=parallel.cp_comm_type or "p2p",
     )
+
+
+def _adapter_of(adapter: AdapterConfig) -> Adapter:
+    ranks = adapter.r or 0, adapter.vision_r or 0, adapter.projection_r or 0
+    return Adapter(*ranks, adapter.targets, adapter.quantize, adapter.expert_r or 0)
 
 
 def _state(run: RunConfig) -> tuple[float, float]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llava_mcore.plan.layout import RunLayout
-from llava_mcore.plan.media import picture_work, sound_work
-from llava_mcore.plan.model import Model
+from llava_mcore.plan.sizes.media import picture_work, sound_work
+from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import PackWork, Sample, Work, causal, packs_of, padded
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llava_mcore.plan.context import buffers
-from llava_mcore.plan.efficiency import Efficiency
+from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.layout import RunLayout
-from llava_mcore.plan.model import Model
 from llava_mcore.plan.parameters import StageParameters, owned, owned_tables, stage_parameters
+from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import PackWork, Work
 
 NF4_BYTES = 4.127 / 8

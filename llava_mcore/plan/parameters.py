@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llava_mcore.plan.layout import RunLayout
-from llava_mcore.plan.model import Model
+from llava_mcore.plan.sizes.model import Model
 
 
 @dataclass(frozen=True)

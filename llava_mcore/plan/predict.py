@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llava_mcore.plan.gpus import GIB
+from llava_mcore.plan.hardware.gpus import GIB
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.memory import StageMemory, stage_memory
-from llava_mcore.plan.model import Model
 from llava_mcore.plan.parameters import StageParameters, owned, stage_parameters
 from llava_mcore.plan.schedule import step_seconds
 from llava_mcore.plan.seconds import Machine, Pass, stage_passes
+from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import PackWork
 
 

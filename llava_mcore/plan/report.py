@@ -8,7 +8,7 @@ from typing import Any
 
 from llava_mcore.config.flags import ALL_FLAGS
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.plan.gpus import GIB
+from llava_mcore.plan.hardware.gpus import GIB
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.predict import Prediction, Stage
 from llava_mcore.plan.search import Candidate, Searched, SearchResult

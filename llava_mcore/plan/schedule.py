@@ -64,7 +64,7 @@ def simulate(
             return 0.0 if place == 0 else done.get(("forward", place - 1, index))
         return done.get(("forward", place, index) if place == last else ("backward", place + 1, index))
 
-    # Each stage goes on until it has to wait for another one; then the next stage, until all are done.
+    # Each stage runs until it has to wait for another one; then the next stage, until all are done.
     while any(position[s] < len(queues[s]) for s in range(pp)):
         moved = False
         for stage in range(pp):

@@ -11,12 +11,12 @@ from pathlib import Path
 from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.plan.balance import balanced_layers, stage_keys
-from llava_mcore.plan.gpus import Gpu
+from llava_mcore.plan.hardware.gpus import Gpu
 from llava_mcore.plan.layout import RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
-from llava_mcore.plan.model import Model
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine
+from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import PackWork, Sample
 
 Changes = Mapping[str, object]

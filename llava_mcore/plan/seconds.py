@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llava_mcore.plan.context import exposed_messages
-from llava_mcore.plan.efficiency import Efficiency
-from llava_mcore.plan.gpus import Gpu
+from llava_mcore.plan.hardware.efficiency import Efficiency
+from llava_mcore.plan.hardware.gpus import Gpu
 from llava_mcore.plan.layout import RunLayout
-from llava_mcore.plan.model import Model
 from llava_mcore.plan.parameters import adapted_sizes
+from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import Work
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.plan.calibration import Calibration
-from llava_mcore.plan.gpus import GPUS, gpu_of_device
+from llava_mcore.plan.hardware.calibration import Calibration
+from llava_mcore.plan.hardware.gpus import GPUS, gpu_of_device
 from llava_mcore.processes.local_world import enter, run_world
 
 REPEATS = 20

@@ -8,7 +8,7 @@ import statistics
 import torch
 
 from llava_mcore.plan.forecast import Forecast, forecast
-from llava_mcore.plan.read_config import model_of
+from llava_mcore.plan.sizes.read_config import model_of
 from llava_mcore.training.setup import Trainer
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from llava_mcore.config.rules.adapter import trains_projection, trains_tower
 from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.plan.layout import layout_of
 from llava_mcore.plan.parameters import stage_parameters
-from llava_mcore.plan.read_config import read_model
+from llava_mcore.plan.sizes.read_config import read_model
 from tests.helpers.run_settings import smallest_run
 from tests.helpers.tiny_hf import make_hf_llava
 

@@ -10,11 +10,11 @@ import torch
 
 from llava_mcore.cli import plan
 from llava_mcore.errors import ConfigError
-from llava_mcore.plan.calibration import REFERENCE_ATTENTION, REFERENCE_PRODUCTS, Calibration
-from llava_mcore.plan.calibration import read_calibration as read
-from llava_mcore.plan.calibration import write_calibration as write
-from llava_mcore.plan.efficiency import Efficiency
-from llava_mcore.plan.gpus import GPUS
+from llava_mcore.plan.hardware.calibration import REFERENCE_ATTENTION, REFERENCE_PRODUCTS, Calibration
+from llava_mcore.plan.hardware.calibration import read_calibration as read
+from llava_mcore.plan.hardware.calibration import write_calibration as write
+from llava_mcore.plan.hardware.efficiency import Efficiency
+from llava_mcore.plan.hardware.gpus import GPUS
 from llava_mcore.training import measure_gpu
 from tests.unit.plan.test_command import LLAVA_7B, PACKS
 

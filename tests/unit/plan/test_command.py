@@ -14,8 +14,8 @@ import pytest
 from llava_mcore.cli import plan
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.config.rules.all_rules import check_run
-from llava_mcore.plan.gpus import GPUS
-from llava_mcore.plan.read_config import read_model
+from llava_mcore.plan.hardware.gpus import GPUS
+from llava_mcore.plan.sizes.read_config import read_model
 
 LLAVA_7B: dict[str, Any] = {
     "model_type": "llava",

@@ -11,8 +11,8 @@ import pytest
 
 from llava_mcore.cli import plan
 from llava_mcore.plan.context import keys_and_values
-from llava_mcore.plan.efficiency import Efficiency
-from llava_mcore.plan.gpus import GPUS
+from llava_mcore.plan.hardware.efficiency import Efficiency
+from llava_mcore.plan.hardware.gpus import GPUS
 from llava_mcore.plan.material import packs_for
 from llava_mcore.plan.memory import decoder_activations
 from llava_mcore.plan.parameters import owned, stage_parameters

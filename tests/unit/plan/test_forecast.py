@@ -15,7 +15,7 @@ from llava_mcore.config.rules.all_rules import check_run
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.launch import forecast as launch
 from llava_mcore.plan.forecast import Forecast, balanced, forecast
-from llava_mcore.plan.read_config import read_model
+from llava_mcore.plan.sizes.read_config import read_model
 from llava_mcore.training.logs.forecast import COMPARED, WARM_UP, BesideForecast
 from tests.unit.plan.test_command import LLAVA_7B
 

@@ -9,15 +9,15 @@ import pytest
 
 from llava_mcore.config.load import load_run_config
 from llava_mcore.plan.balance import balanced_layers
-from llava_mcore.plan.efficiency import Efficiency
-from llava_mcore.plan.gpus import GIB, GPUS
+from llava_mcore.plan.hardware.efficiency import Efficiency
+from llava_mcore.plan.hardware.gpus import GIB, GPUS
 from llava_mcore.plan.layout import Adapter, RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
 from llava_mcore.plan.memory import layer_bytes
-from llava_mcore.plan.model import ConnectorShape, Decoder, ExpertShape, LinearShape, Model, Tower
 from llava_mcore.plan.parameters import stage_parameters
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine
+from llava_mcore.plan.sizes.model import ConnectorShape, Decoder, ExpertShape, LinearShape, Model, Tower
 from llava_mcore.plan.work import Sample, like_llava
 
 DECODER = Decoder(32, 4096, 11008, 32, 32, 128, 32064)

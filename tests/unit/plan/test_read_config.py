@@ -17,8 +17,8 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.architectures.registry import ARCHITECTURES
 from llava_mcore.models.model_table import detect_names, mapping_table
-from llava_mcore.plan.defaults import CLASSES, PARTS, TEXTS, TOWERS
-from llava_mcore.plan.read_config import read_model
+from llava_mcore.plan.sizes.defaults import CLASSES, PARTS, TEXTS, TOWERS
+from llava_mcore.plan.sizes.read_config import read_model
 
 
 def parameters(folder: Path, hf: PretrainedConfig) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from llava_mcore.plan.model import Model
+from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import Work
 
 MEL_RATE = 100

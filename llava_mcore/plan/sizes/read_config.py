@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.plan.defaults import CLASSES, PARTS, TEXTS, TOWERS, Values
-from llava_mcore.plan.model import Decoder, ExpertShape, Model, TileRules
-from llava_mcore.plan.towers import read_connector, read_tower
+from llava_mcore.plan.sizes.defaults import CLASSES, PARTS, TEXTS, TOWERS, Values
+from llava_mcore.plan.sizes.model import Decoder, ExpertShape, Model, TileRules
+from llava_mcore.plan.sizes.towers import read_connector, read_tower
 
 _NORMS = {"gemma2": 4, "gemma3_text": 4}
 _QKV_BIAS = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text")

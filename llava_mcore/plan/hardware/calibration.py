@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.errors import ConfigError
-from llava_mcore.plan.efficiency import Efficiency
-from llava_mcore.plan.gpus import Gpu, gpu_of_device
+from llava_mcore.plan.hardware.efficiency import Efficiency
+from llava_mcore.plan.hardware.gpus import Gpu, gpu_of_device
 
 REFERENCE_PRODUCTS = 0.80
 """Fraction of an H200's BF16 peak in products of 8192 x 8192 x 8192 (783 and 795 TFLOP/s)."""

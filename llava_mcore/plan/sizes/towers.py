@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import isqrt
 from typing import Any
 
-from llava_mcore.plan.defaults import PERCEIVER, Values
-from llava_mcore.plan.model import ConnectorShape, Decoder, LinearShape, Tower
+from llava_mcore.plan.sizes.defaults import PERCEIVER, Values
+from llava_mcore.plan.sizes.model import ConnectorShape, Decoder, LinearShape, Tower
 
 _PADDED = 128
 """Qwen-VL's towers have MLPs padded to a multiple of this (`models.vision.encoder_layers.padded_width`)."""

@@ -1,0 +1,1 @@
+"""The sizes of a model, its towers and its samples, from config.json alone."""

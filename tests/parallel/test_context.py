@@ -32,6 +32,8 @@ CLASSES = EVERY_CLASS | DIVISIBLE | GEMMAS | DELTA_NETS
 ONE: Layout = (1, 1, 1)
 LAYOUTS: list[Layout] = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
 """tp, cp, pp."""
+OF_FOUR_RANKS = DIVISIBLE | GEMMAS | DELTA_NETS
+"""Classes that four ranks divide: what the others do with their tokens is the same with two."""
 RANKS = {layout: layout[0] * layout[1] * layout[2] for layout in [ONE, *LAYOUTS]}
 
 
@@ -54,6 +56,7 @@ def test_losses_and_gradients_are_those_of_one_rank(
 ) -> None:
     # Without tensor parallelism ranks divide images by themselves. A pipeline's micro-batches have as many rows, so
     # they are packed.
+    cases = {name: case for name, case in cases.items() if layout != (1, 4, 1) or name in OF_FOUR_RANKS}
     kinds = (PACKED, *((PADDED,) if layout[2] == 1 else ()), *((DIVIDED,) if layout[0] > 1 else ()))
     arguments = {"layout": layout, "cases": cases, "save_dir": str(tmp_path), "kinds": kinds}
     ranks = run_world(RANKS[layout], context_checks.gradients, **arguments)

@@ -3,7 +3,7 @@
     +-------------------------------------------------------------+
     | shard: a tar with an index, on a disk or in an object store |
     +-------------------------------------------------------------+
-       |  order/stream_order.py                which sample is next (order/mixture.py, order/dataset_order.py)
+       |  order/stream_order.py                which sample is next (order/dataset_order.py)
        |  loader/sample_reader.py              reads it by its number, and tokenizes it: down to TokenSample
        |  storage/shard_reader.py              one read per sample (storage/tar_files.py)
        v

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from llava_mcore.checkpoint import checksums, layout
-from llava_mcore.cli import check, export_hf
+from llava_mcore.cli import build, check, export_hf
 from llava_mcore.cli import import_hf as import_command
 from llava_mcore.config.flags import ALL_FLAGS
 from llava_mcore.convert.check import check_folder, check_manifest
@@ -212,12 +212,12 @@ def replace_available(num_bytes: int) -> object:
 def test_the_page_names_only_flags_that_there_are() -> None:
     root = Path(__file__).parents[3]
     page = (root / "docs" / "convert.md").read_text(encoding="utf-8")
-    parsers = [import_command.parser(), export_hf.parser(), check.parser()]
+    parsers = [import_command.parser(), export_hf.parser(), check.parser(), build.parser()]
     known = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     training = {name for flag in ALL_FLAGS for name in flag.names}
     benchmarks = [root / "benchmarks" / name for name in ("convert.py", "convert_kills.py")]
     benchmark = {flag for file in benchmarks for flag in re.findall(r'add_argument\("(--[a-z-]+)"', file.read_text())}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page))
     assert named - known - training - benchmark == set()
     assert {"--logits", "--hf-config", "--max-shard-size", "--verify"} <= named
 

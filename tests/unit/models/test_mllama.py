@@ -83,10 +83,10 @@ def test_logits_and_gradients_are_hugging_faces(folder: Path, tmp_path: Path) ->
 def test_check_compares_the_output_of_every_module(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--hf-dir", str(folder), "--megatron-dir", str(tmp_path / "m"), "--tp", "2", "--workers", "1"]
-    assert import_command.main([*flags, "--verify", "--logits", str(CHINA)]) == 0
+    flags = ["--hf-dir", str(folder), "--tp", "2", "--workers", "1"]
+    assert import_command.main([*flags, "--megatron-dir", str(tmp_path / "m"), "--verify", "--logits", str(CHINA)]) == 0
     assert f"outputs of {6 + 5 * 9 + 4 * 10} modules compared)" in capsys.readouterr().out
-    assert import_command.main([*flags, "--pp", "2", "--overwrite"]) == 2
+    assert import_command.main([*flags, "--megatron-dir", str(tmp_path / "stages"), "--pp", "2"]) == 2
     assert "2 layers of" in capsys.readouterr().err
 
 

@@ -23,7 +23,7 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.parallel.resume_checks import open_fake_loader
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
 
-CONFIG: Any = SimpleNamespace(num_moe_experts=8, sequence_parallel=False)
+CONFIG: Any = SimpleNamespace(num_moe_experts=8, sequence_parallel=False, context_parallel_size=1)
 LENGTHS = (5, 9, 3)
 """Of conversations, whose last two tokens are trained."""
 

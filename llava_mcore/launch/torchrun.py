@@ -92,6 +92,11 @@ class Run:
         return max((_OTHER_LIMITS.get(code, _SECONDS_TO_END) for code in codes), default=1)
 
 
+def _is_error(code: int) -> bool:
+    """Return whether a rank has ended with an error that it has printed: it was not stopped, and did not hang."""
+    return code > 1 and code not in _OTHER_LIMITS
+
+
 def cause(first: Mapping[int, ProcessFailure], failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
     """Return rank and exit code of the failure that caused the others.
 
@@ -104,13 +109,14 @@ def cause(first: Mapping[int, ProcessFailure], failures: Mapping[int, ProcessFai
         failures: those and the ones that have failed since, or were killed.
     """
     if all(failure.exitcode in _CRASHES for failure in first.values()):
-        with_code = {rank: failure for rank, failure in failures.items() if failure.exitcode > 1}
-        first = with_code or first
+        with_error = {rank: failure for rank, failure in failures.items() if _is_error(failure.exitcode)}
+        first = with_error or first
 
     def order(rank: int) -> tuple[int, int]:
         code = first[rank].exitcode
-        likely = {1: 3, **dict.fromkeys(_CRASHES, 2)}
-        return likely.get(code, 0 if code < 0 else 1), rank
+        if code in _CRASHES:
+            return 2, rank
+        return 0 if code < 0 else 1 if _is_error(code) else 4 if code == 1 else 3, rank
 
     rank = min(first, key=order)
     return rank, first[rank].exitcode

@@ -51,7 +51,7 @@ class TiledPlan(MediaPlan):
     any_size = True
     fields = ATTENDED_FIELDS
     tokens_per_tile = 64
-    """Of an image and the text about it, for the size of buffers."""
+    """Tokens of an image and the text about it, for the size of buffers."""
 
     def __init__(self, image_token_id: int, grid: TileGrid) -> None:
         self.image_token_id, self.grid = image_token_id, grid

@@ -88,7 +88,7 @@ class PrepareCounts:
     notes: Counter[str] = field(default_factory=Counter)
     """Conversations by their notes (`row_types.FILLED`, …)."""
     miscounted: Counter[str] = field(default_factory=Counter)
-    """Of each shard, the first row with a video file whose header has a wrong number of frames, and these numbers."""
+    """The first row of each shard with a video file whose header has a wrong number of frames, and these numbers."""
 
     @property
     def skipped(self) -> int:

@@ -148,7 +148,7 @@ class VideoFrames:
     frames: tuple[ImageFile, ...]
     fps: float | None
     header_problem: str | None = None
-    """What is wrong about the number of frames in the header of a video file."""
+    """The problem of the number of frames in the header of a video file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,8 +170,7 @@ class Trial:
         wrong = [] if difference <= tolerance else [f"differs from one process by {difference:.1e}"]
         # Resumed from the middle.
         folder = self.root / "runs" / name
-        shutil.rmtree(iteration_folder(folder / "checkpoints", ITERATIONS), ignore_errors=True)
-        shutil.rmtree(iteration_folder(folder, ITERATIONS), ignore_errors=True)
+        shutil.rmtree(iteration_folder(folder, ITERATIONS))
         again = self.run(flags, name)
         if again.code != 0:
             wrong.append(f"resuming: exit code {again.code}: {_last_line(again.output)}")

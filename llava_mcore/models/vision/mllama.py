@@ -37,7 +37,7 @@ _ENDS = {
     "post_tile_gate": "post_tile_positional_embedding.gate",
     **{f"ln_{x}.{wb}": f"layernorm_{x}.{wb}" for x in ("pre", "post") for wb in WEIGHT_BIAS},
 }
-"""What surrounds the layers: our names and those in files."""
+"""Parts around the layers: our names and those in files."""
 
 
 class MllamaTower(VisionFamily):

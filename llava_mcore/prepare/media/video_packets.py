@@ -59,7 +59,7 @@ class VideoPackets:
     """The frames of a video, as its packets give them."""
 
     times: FrameTimes
-    """Of the frames in the order in which they are shown."""
+    """Those of the frames in the order in which they are shown."""
     last_duration: Fraction
     """How long the last frame is shown, in seconds."""
     has_stamps: bool

@@ -108,6 +108,8 @@ def prepare(
             for report in make_shards(setup, assets, chain([first], missing), num_missing, num_workers, progress):
                 journal.add(report)
                 written.add(report.shard)
+        elif plan.rows_per_shard is not None and not journal.done():
+            raise DataError(f"{', '.join(file.name for file in plan.files)}: there are no rows")
         return _finish(plan, options, journal, progress, written, max_skip_rate, assets, start)
 
 

@@ -80,9 +80,11 @@ class WaitingRows:
             rows = replace(source, path=path).read(part)
         else:
             rows = _rows_of_table(path, part, source.most_bytes)
-        for row in rows:
-            yield replace(row, index=row.index + segment.index)
-        path.unlink()
+        try:
+            for row in rows:
+                yield replace(row, index=row.index + segment.index)
+        finally:
+            path.unlink()
 
 
 def _rows_of_table(path: Path, part: RowRange, most_bytes: int) -> Iterator[SourceRow]:

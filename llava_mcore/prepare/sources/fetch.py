@@ -43,7 +43,7 @@ def fetch(url: str, folder: Path, on_file: Callable[[str], None] = lambda name: 
     place = folder / sha256(url.encode()).hexdigest()[:16]
     try:
         files, root = fsspec.core.url_to_fs(url)
-        listing = list_files(files, root)
+        listing, is_file = list_files(files, root)
     except fetch_errors() as error:
         raise DataError(f"{url} cannot be read: {error}") from error
     if not listing:
@@ -74,7 +74,7 @@ def fetch(url: str, folder: Path, on_file: Callable[[str], None] = lambda name: 
     if errors:
         raise DataError(problems(f"{url} could not be fetched; run the same command to continue", errors))
     replace_file(place / LISTING, json.dumps(versions).encode())
-    return place / next(iter(listing)) if files.isfile(root) else place
+    return place / next(iter(listing)) if is_file else place
 
 
 def _require_room(url: str, folder: Path, needed: int) -> None:

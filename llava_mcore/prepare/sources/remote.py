@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import fsspec
 
-from llava_mcore.data.samples import AUDIO_PARTS, IMAGE_PARTS
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.sources.detect import Opening, choose_files
 from llava_mcore.prepare.sources.parquet import ParquetTable
 from llava_mcore.prepare.sources.remote_file import RemoteFile, RemoteFolder, fetch_errors, list_files, version_of
 
-VIDEO_SUFFIXES = ("mp4", "mkv", "mov", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv")
-MEDIA = {f".{name}" for name in (*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_SUFFIXES)}
+TEXTS = {"", ".csv", ".json", ".jsonl", ".license", ".md", ".parquet", ".py", ".tsv", ".txt", ".yaml", ".yml"}
+"""Suffixes of files that are no media of rows."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files of a dataset that `datasets` has saved, which is fetched as a whole."""
 
@@ -31,8 +29,7 @@ def read_in_place(url: str, how: Opening, *, keep_order: bool) -> RemoteFolder |
     """
     try:
         files, root = fsspec.core.url_to_fs(url)
-        listing = list_files(files, root)
-        is_file = files.isfile(root)
+        listing, is_file = list_files(files, root)
     except fetch_errors() as error:
         raise DataError(f"{url} cannot be read: {error}") from error
     suffixes = {PurePosixPath(name).suffix.lower() for name in listing}
@@ -43,24 +40,18 @@ def read_in_place(url: str, how: Opening, *, keep_order: bool) -> RemoteFolder |
     if not {PurePosixPath(name).suffix.lower() for name in names} <= readable:
         return None
     try:
-        chosen = [(name, _remote(url, name, listing[name], files, is_file=is_file)) for name in names]
+        infos = [files.info(listing[name]["name"]) for name in names]  # a listing may say less, or say it otherwise
     except fetch_errors() as error:
         raise DataError(f"{url} cannot be read: {error}") from error
-    has_media = how.image_dir is None and bool(suffixes & MEDIA)
+    if any(info.get("size") is None for info in infos):
+        return None
+    places = [url if is_file else f"{url.rstrip('/')}/{name}" for name in names]
+    remotes = [RemoteFile(p, int(i["size"]), version_of(i)) for p, i in zip(places, infos, strict=True)]
+    chosen = tuple(zip(names, remotes, strict=True))
+    has_media = how.image_dir is None and not suffixes <= TEXTS
     if not _takes_ranges(chosen) or (has_media and not _rows_have_media(chosen, how)):
         return None
-    return RemoteFolder(url, tuple(chosen))
-
-
-def _remote(
-    url: str, name: str, info: Mapping[str, Any], files: fsspec.AbstractFileSystem, *, is_file: bool
-) -> RemoteFile:
-    if info.get("size") is None:  # a listing of links, such as a web server's
-        info = files.info(info["name"])
-    size = info.get("size")
-    if size is None:
-        raise ValueError(f"{name}: the server does not say its size")
-    return RemoteFile(url if is_file else f"{url.rstrip('/')}/{name}", int(size), version_of(info))
+    return RemoteFolder(url, chosen)
 
 
 def _takes_ranges(chosen: Sequence[tuple[str, RemoteFile]]) -> bool:

@@ -27,7 +27,7 @@ FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryErr
 """Errors that another attempt would not change."""
 CHANGES = ("ETag", "etag", "blob_id", "checksum", "created", *("mtime", "modificationTime", "LastModified"))
 """Keys under which file systems say which version of a file there is."""
-ATTEMPTS, FIRST_WAIT = 5, 1.0
+ATTEMPTS, FIRST_WAIT = 4, 1.0
 """How often a range is asked for, and the seconds before the second attempt; each wait is twice the one before."""
 REMOTE_BLOCK = 1 << 23
 """Bytes to ask for at a time: a request takes as long as some megabytes."""
@@ -74,7 +74,7 @@ class RemoteFile:
             version = version_of(files.info(path))
         except fetch_errors() as error:
             raise DataError(f"{self} cannot be read: {error}") from error
-        if {self.version[0], *version} - {*self.version}:
+        if version != self.version:
             raise DataError(f"{self} has changed while it was read; run the same command with --overwrite")
 
 
@@ -91,13 +91,17 @@ def version_of(info: Mapping[str, Any]) -> tuple[str, ...]:
     return (str(info.get("size")), *(f"{key} {info[key]}" for key in CHANGES if info.get(key) is not None))
 
 
-def list_files(files: fsspec.AbstractFileSystem, root: str) -> dict[str, Mapping[str, Any]]:
-    """Return what a file system says of the files, by their names below the root. Hidden files are left out."""
-    if files.isfile(root):
-        return {PurePosixPath(root).name: files.info(root)}
+def list_files(files: fsspec.AbstractFileSystem, root: str) -> tuple[dict[str, Mapping[str, Any]], bool]:
+    """Return what a file system says of the files, by their names below the root, and whether the root is a file.
+
+    Hidden files are left out. A web page is a folder of what it links to. (`isfile` would download a file of the web.)
+    """
+    info = files.info(root)
+    if info["type"] != "directory" and info.get("mimetype") != "text/html":
+        return {PurePosixPath(root).name: info}, True
     listed = {str(PurePosixPath(name).relative_to(root)): info for name, info in files.find(root, detail=True).items()}
     hidden = {name for name in listed if any(part.startswith(".") for part in name.split("/"))}  # also `..`
-    return {name: info for name, info in sorted(listed.items()) if name not in hidden}
+    return {name: info for name, info in sorted(listed.items()) if name not in hidden}, False
 
 
 class RemoteRanges(io.RawIOBase):

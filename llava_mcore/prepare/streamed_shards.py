@@ -33,7 +33,7 @@ def is_streamed(file: object) -> TypeGuard[Streamed]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NextRow:
     """Where the next row is."""
 
     file: int = 0
@@ -48,7 +48,7 @@ class Cut:
     """The rows of a shard, and where the next shard begins."""
 
     ranges: tuple[RowRange, ...]
-    following: Place
+    following: NextRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class StreamedShards:
         self._rows_per_shard = rows_per_shard
         self._most_rows = most_rows
         self._file = scratch / CUTS
-        self._reader: _Reader | None = None
+        self._copier: _FileCopier | None = None
 
     def missing(self, done: set[int]) -> Iterator[tuple[int, tuple[RowRange, ...]]]:
         """Yield the shards that are not done, in order, as soon as their rows are in the scratch folder.
@@ -111,7 +111,7 @@ class StreamedShards:
         Raises DataError if a file cannot be read on, or has changed.
         """
         cuts, num_shards = self._known()
-        shard, row, place = 0, 0, Place()
+        shard, row, place = 0, 0, NextRow()
         while shard != num_shards:
             known = cuts.get(shard)
             if known is None or shard not in done:
@@ -126,37 +126,39 @@ class StreamedShards:
                 known = cut
             place, row, shard = known.following, row + sum(part.count for part in known.ranges), shard + 1
 
-    def _copy(self, place: Place, row: int, count: int) -> Cut:
+    def _copy(self, place: NextRow, row: int, count: int) -> Cut:
         """Copy the next rows, those of each file to a copy of their own."""
         ranges: list[RowRange] = []
         while count and place.file < len(self._waiting):
             waiting = self._waiting[place.file]
-            if self._reader is None or self._reader.place != place:
-                self._reader = _reader_at(waiting.source, place)
-            copied = self._reader.copy(count, waiting.path(row))
+            if self._copier is None or self._copier.place != place:
+                self._copier = _copier_at(waiting.source, place)
+            copied = self._copier.copy(count, waiting.path(row))
             if copied:
                 ranges.append(RowRange(place.file, row, place.index, copied))
-                row, count, place = row + copied, count - copied, self._reader.place
+                row, count, place = row + copied, count - copied, self._copier.place
             else:
                 waiting.path(row).unlink()
             if count:
                 assert isinstance(waiting.source.path, RemoteFile)
                 waiting.source.path.require_unchanged()
-                place, self._reader = Place(place.file + 1), None
+                place, self._copier = NextRow(place.file + 1), None
         return Cut(tuple(ranges), place)
 
     def _known(self) -> tuple[dict[int, Cut], int | None]:
         """Read the cuts that earlier runs have found, and the number of shards if one has found the end."""
         cuts, num_shards = dict[int, Cut](), None
         lines = self._file.read_bytes().splitlines(keepends=True) if self._file.is_file() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if len(whole) < len(lines):  # of a killed run
-            self._file.write_bytes(b"".join(whole))
-        for entry in map(json.loads, whole):
+        full = [line for line in lines if line.endswith(b"\n")]
+        if len(full) < len(lines):  # of a killed run
+            self._file.write_bytes(b"".join(full))
+        for entry in map(json.loads, full):
             if "shards" in entry:
                 num_shards = entry["shards"]
             else:
-                cuts[entry["shard"]] = Cut(tuple(RowRange(*part) for part in entry["rows"]), Place(*entry["following"]))
+                cuts[entry["shard"]] = Cut(
+                    tuple(RowRange(*part) for part in entry["rows"]), NextRow(*entry["following"])
+                )
         return cuts, num_shards
 
     def _write(self, entry: dict[str, Any]) -> None:
@@ -172,24 +174,24 @@ def _as_json(cut: Cut) -> dict[str, Any]:
     }
 
 
-class _Reader(Protocol):
+class _FileCopier(Protocol):
     """Reads one file on."""
 
-    place: Place
+    place: NextRow
 
     def copy(self, count: int, path: Path) -> int:
         """Copy up to `count` rows to a file, and return their number; less only at the end."""
         ...
 
 
-def _reader_at(source: Streamed, place: Place) -> _Reader:
-    return _LineReader(source, place) if isinstance(source, JsonLinesSource) else _TableReader(source, place)
+def _copier_at(source: Streamed, place: NextRow) -> _FileCopier:
+    return _LineCopier(source, place) if isinstance(source, JsonLinesSource) else _TableCopier(source, place)
 
 
-class _LineReader:
+class _LineCopier:
     """Reads JSON lines on."""
 
-    def __init__(self, source: JsonLinesSource, place: Place) -> None:
+    def __init__(self, source: JsonLinesSource, place: NextRow) -> None:
         self.place = place
         self._lines = source.path.open("rb")
         self._lines.seek(place.offset)
@@ -209,10 +211,10 @@ class _LineReader:
         return copied
 
 
-class _TableReader:
+class _TableCopier:
     """Reads a Parquet file on."""
 
-    def __init__(self, source: ParquetTable, place: Place) -> None:
+    def __init__(self, source: ParquetTable, place: NextRow) -> None:
         self.place = place
         self._batches = source.tables_from(place.index)
         self._rest: pa.RecordBatch | None = None

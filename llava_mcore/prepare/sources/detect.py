@@ -191,12 +191,12 @@ def _suffix(name: str) -> str:
 
 def _names(folder: Path) -> list[str]:
     """Return the names of the data files of a folder and its subfolders, without hidden ones."""
-    found = []
+    data_files: list[str] = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         data = [name for name in names if _suffix(name) in FILE_KINDS and not name.startswith(".")]
-        found += [str(Path(root, name).relative_to(folder)) for name in data]
-    return found
+        data_files += [str(Path(root, name).relative_to(folder)) for name in data]
+    return data_files
 
 
 def _of_split(paths: Sequence[PurePosixPath], folder: str, split: str) -> list[PurePosixPath]:

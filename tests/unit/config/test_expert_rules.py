@@ -71,11 +71,23 @@ def test_layouts_that_do_not_fit(good: list[str], changes: list[str], expected: 
     assert any(expected in problem for problem in found), found
 
 
-def test_options_of_gpus_that_experts_do_not_have(good: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("width", "changes", "expected"),
+    [
+        (48, [], ""),
+        (48, [f"{EP}=1", f"{ETP}=2"], "which is 48 in the model, is not a multiple of 32"),
+        (40, [], "--fp8: the width of an expert, which is 40 in the model, is not a multiple of 16, as FP8 products"),
+        (48, ["training.precision=fp16", "training.loss_scale=128"], "omit --precision fp16"),
+    ],
+    ids=str,
+)
+def test_fp8(good: list[str], width: int, changes: list[str], expected: str) -> None:
+    """Also with CUDA graphs."""
     options = ["training.fp8=true", "training.precision=bf16", "model.cuda_graphs=true", "data.packing=true"]
-    run = load_run_config(None, [*good, f"{PP}=1", f"{EP}=1", *options])
-    found = "\n".join(check_run(run, WITH_EXPERTS, world_size=2, device_available=True))
-    assert "--fp8 does not work with experts yet" in found and "--cuda-graphs" not in found
+    run = load_run_config(None, [*good, f"{PP}=1", f"{EP}=1", *options, *changes])
+    dims = replace(WITH_EXPERTS, expert_ffn_hidden_size=width)
+    found = check_run(run, dims, world_size=2, device_available=True)
+    assert found == [] if not expected else any(expected in problem for problem in found), found
 
 
 def test_flags_for_a_model_without_experts(good: list[str]) -> None:

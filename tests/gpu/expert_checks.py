@@ -75,13 +75,15 @@ def adapters_in_fp8(checkpoint: str, save_dir: str) -> dict[str, list[float]]:
     return found
 
 
-def with_and_without_graphs(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, Curve]:
-    """Return losses and gradient norms of packed training, with routers' terms, without and with graphs."""
+def with_and_without_graphs(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, dict[str, Curve]]:
+    """Return losses and gradient norms of packed training, with routers' terms, without and with graphs, by
+    precision."""
     groups = join(*layout)
-    found = {}
-    for name, on in (("without", False), ("with", True)):
-        flags = BF16 | PACKED | {"model.cuda_graphs": on, "router.aux_loss_coef": 0.01}
-        trainer = make_trainer(groups, configure(groups, checkpoint, save_dir, **flags))
-        assert bool(trainer.graphs) == on
-        found[name] = train(groups, trainer, loader_of(groups, trainer), 5)
+    found: dict[str, dict[str, Curve]] = {"bf16": {}, "fp8": {}}
+    for precision, more in (("bf16", {}), ("fp8", TENSORWISE)):
+        for name, on in (("without", False), ("with", True)):
+            flags = BF16 | PACKED | {"model.cuda_graphs": on, "router.aux_loss_coef": 0.01} | more
+            trainer = make_trainer(groups, configure(groups, checkpoint, save_dir, **flags))
+            assert bool(trainer.graphs) == on
+            found[precision][name] = train(groups, trainer, loader_of(groups, trainer), 5)
     return found

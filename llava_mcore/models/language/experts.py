@@ -53,6 +53,7 @@ class ExpertLayer(MoELayer):
             pad_for_gloo()
         super().__init__(config, *args, **kwargs)
         change_class(self.token_dispatcher, TokenDispatcher)
+        self._routed: tuple[Tensor, Tensor] | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Take the layer's place in the model from megatron-core, on which it depends whether it multiplies in FP8."""
@@ -72,6 +73,26 @@ class ExpertLayer(MoELayer):
         """
         self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
         result: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors)
+        return result
+
+    def forward_chosen(
+        self, hidden_states: Tensor, choice: tuple[Tensor, Tensor, Tensor], padding_mask: Tensor | None
+    ) -> tuple[Tensor, None]:
+        """Return the same as `forward`, where the router's part is done: `choice` is what its `choose` returned."""
+        self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
+        logits, probs, chosen = choice
+        self._routed = self.router.with_terms(logits, probs, chosen), chosen
+        try:
+            result: tuple[Tensor, None] = super().forward(hidden_states)
+        finally:
+            self._routed = None
+        return result
+
+    def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return probabilities and choice of each token (called by megatron-core)."""
+        if self._routed is not None:
+            return self._routed
+        result: tuple[Tensor, Tensor] = super().route(hidden_states, padding_mask)
         return result
 
 

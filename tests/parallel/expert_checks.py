@@ -49,8 +49,10 @@ HALF: dict[str, Any] = {"training.precision": "fp16", "training.loss_scale": 128
 WITH_ADAPTERS: dict[Layout, tuple[str, ...]] = {
     (1, 1, 1, 1): ("experts", "dora"),
     (1, 1, 2, 1): ("experts",),
+    (2, 1, 1, 2): ("experts",),
     (2, 1, 2, 1): ("experts", "dora"),
     (2, 2, 2, 1): ("experts",),
+    (2, 1, 2, 2): ("experts",),
     (1, 1, 2, 1, 2): ("experts",),
 }
 """Layouts that also train adapters, and their kinds: LoRA on experts and attention, DoRA on attention."""
@@ -275,7 +277,7 @@ def trained_adapter(groups: Groups, checkpoint: str, save_dir: str, kind: str) -
     flags: dict[str, Any] = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.dora": kind == "dora"}
     flags |= {"adapter.expert_r": 2} if kind == "experts" else {}
     flags |= {"model.freeze_vision_model": True, "optimizer.projection_lr": None}
-    sizes = (groups.tp_size, groups.pp_size, groups.ep_size, *([groups.cp_size] if groups.cp_size > 1 else []))
+    sizes = groups.tp_size, groups.pp_size, groups.ep_size, groups.etp_size, groups.cp_size
     layout = "-".join(map(str, sizes))
     run = configure(groups, checkpoint, save_dir, name=f"{kind}-{layout}", **flags)
     trainer = make_trainer(groups, run)

@@ -184,10 +184,11 @@ def test_adapters(results: Found, layout: Layout) -> None:
             assert losses[2] < losses[0], kind
 
 
-def test_adapters_of_experts_are_those_of_peft(results: Found, folder: Path) -> None:
-    """Trained where two processes divide the experts: PEFT's logits, and its merge to the bit."""
+@pytest.mark.parametrize("layout", ["2-1-2-1-1", "2-1-2-2-1"])
+def test_adapters_of_experts_are_those_of_peft(results: Found, folder: Path, tmp_path: Path, layout: str) -> None:
+    """Trained where two processes divide the experts, or each of them too: PEFT's logits, and its merge to the bit."""
     assert results
-    check_export(folder / "hf", folder / "save" / "experts-2-1-2", folder)
+    check_export(folder / "hf", folder / "save" / f"experts-{layout}", tmp_path)
 
 
 def test_an_adapter_of_another_number_of_experts(results: Found, folder: Path) -> None:

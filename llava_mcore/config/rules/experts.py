@@ -93,8 +93,6 @@ def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
         without = {"--lora-dora": run.adapter.dora, "--lora-dropout": run.adapter.dropout}
         for flag in (flag for flag, is_given in without.items() if is_given):
             yield f"{flag} does not work with adapter.expert_r: PEFT does not have it for experts; omit one of them"
-        if run.parallel.expert_tensor_parallel_size > 1:
-            yield "adapter.expert_r works with whole experts: omit --etp, or use --ep in its place"
     if run.parallel.hsdp_replicas > 1:
         yield f"--hsdp {run.parallel.hsdp_replicas} does not divide experts into groups yet, and {has}: omit it"
     if run.adapter.quantize != "none" and run.parallel.expert_tensor_parallel_size > 1:

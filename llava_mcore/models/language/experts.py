@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from llava_mcore.compat.megatron.layers import change_class
 from llava_mcore.compat.megatron.token_dispatcher import TokenDispatcher, pad_for_gloo
+from llava_mcore.models.language.expert_parts import ExpertPart
 from llava_mcore.models.language.grouped_fp8 import Fp8GroupedProduct, Fp8Matrices
 from llava_mcore.models.language.grouped_products import FrozenGroupedProduct, grouped_product
 from llava_mcore.models.language.router import Router
@@ -227,51 +228,11 @@ class ExpertMatrices(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the parameter as a part of the matrices of all experts: [experts, rows, columns], gate before up.
-
-        If ranks divide gate and up, each has rows in both halves of every matrix, so that these are tensors of their
-        own.
-        """
+        """Return the parameter as a part of the matrices of all experts: [experts, rows, columns], gate before up."""
         if not self._has_weight:
             return {}
-        name, lead, groups = f"{prefix}weight", len(sharded_offsets), self.groups
-        replica = (0, 0, groups.expt_dp.rank())
-        ep_rank, ep_size = groups.ep.rank(), groups.ep.size()
-        part, num_parts = groups.expt_tp.rank(), groups.expt_tp.size()
-        if self.num_blocks == 1 or num_parts == 1:
-            places = ((lead, ep_rank, ep_size), (lead + self.split_dim, part, num_parts))
-            tensor = ShardedTensor.from_rank_offsets(
-                name, self.weight, *sharded_offsets, *places, replica_id=replica, prepend_axis_num=lead
-            )
-            return {name: tensor}
-        # Else a tensor for each half of each matrix, which a load puts together again.
-        num_local, num_blocks = len(self.weight), self.num_blocks
-
-        @torch.no_grad()
-        def build(key: str, weight: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
-            blocks = [
-                ((ep_rank * num_local + expert, block), rows)
-                for expert, matrix in enumerate(weight.split(1))
-                for block, rows in enumerate(matrix.chunk(num_blocks, dim=1))
-            ]
-            return [
-                ShardedTensor.from_rank_offsets(
-                    key,
-                    rows,
-                    *sharded_offsets,
-                    (lead, expert, ep_size * num_local),
-                    (lead + 1, block * num_parts + part, num_blocks * num_parts),
-                    replica_id=replica_id,
-                    prepend_axis_num=lead,
-                )
-                for (expert, block), rows in blocks
-            ]
-
-        @torch.no_grad()
-        def merge(blocks: list[Tensor]) -> Tensor:
-            return torch.cat([torch.cat(blocks[i : i + num_blocks], 1) for i in range(0, len(blocks), num_blocks)])
-
-        return {name: ShardedTensorFactory(name, self.weight, build, merge, replica)}
+        name, part = f"{prefix}weight", ExpertPart.of(self.groups, self.split_dim, self.num_blocks)
+        return {name: part.sharded(name, self.weight, sharded_offsets)}
 
 
 class SharedExpert(SharedExpertMLP):

@@ -50,8 +50,8 @@ class ExpertFactors(nn.Module):
         """Take this rank's experts from PEFT's A [r * E, h] and B [o, r * E]."""
         of_A, of_B = _part(self.lora_A), _part(self.lora_B)
         num_experts = of_A.ep_size * len(self.lora_A)
-        self.lora_A.copy_(of_A.of_whole(A.unflatten(0, (num_experts, -1))))
-        self.lora_B.copy_(of_B.of_whole(B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)))
+        self.lora_A.copy_(of_A.cut(A.unflatten(0, (num_experts, -1))))
+        self.lora_B.copy_(of_B.cut(B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)))
 
 
 def new_expert_factors(module: ExpertMatrices, plan: LoraSettings, member: HfLinear, seed: int) -> ExpertFactors:
@@ -68,7 +68,7 @@ def new_expert_factors(module: ExpertMatrices, plan: LoraSettings, member: HfLin
     of_A = ExpertPart.of(module.groups, None if divides_outputs else 2)
     of_B = ExpertPart.of(module.groups, 1 if divides_outputs else None, module.num_blocks)
     device = torch.device("cpu") if weight.is_meta else weight.device
-    A = Parameter(of_A.of_whole(full).to(device, weight.dtype, copy=True))
+    A = Parameter(of_A.cut(full).to(device, weight.dtype, copy=True))
     rows = member.outputs // (of_B.num_parts if divides_outputs else 1)
     B = Parameter(torch.zeros(len(A), rows, lora_rank, dtype=weight.dtype, device=device))
     for parameter, part in ((A, of_A), (B, of_B)):

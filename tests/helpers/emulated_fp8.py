@@ -27,7 +27,7 @@ def quantize_transposed(matrices: Tensor) -> Scaled:
 
 
 def quantize_groups(x: Tensor, ends: Tensor) -> tuple[Scaled, Tensor]:
-    """What lies behind the last group is never read: it is made of NaN here."""
+    """NaN after the last group, which nothing reads."""
     parts = [x[a:b].float() for a, b in pairwise([0, *ends.tolist()])]
     padded = [max(-(-len(part) // PADDING), 1) * PADDING for part in parts]
     values = torch.full((x.shape[1], -(-len(x) // PADDING) * PADDING + len(parts) * PADDING), torch.nan, dtype=E4M3)
@@ -42,7 +42,7 @@ def quantize_groups(x: Tensor, ends: Tensor) -> tuple[Scaled, Tensor]:
 
 
 def scaled_product(a: Scaled, b: Scaled, ends: Tensor, *, fast: bool) -> Tensor:
-    """What torch's grouped product computes, in float32, and what it refuses."""
+    """The result of torch's grouped product, in float32; fails where that refuses operands."""
     spans = [slice(*span) for span in pairwise([0, *ends.tolist()])]
     one, two = a.values.float(), b.values.float()
     assert all(size % 16 == 0 for size in (*a.values.shape[1:], *b.values.shape[1:]))

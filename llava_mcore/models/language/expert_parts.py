@@ -39,9 +39,9 @@ class ExpertPart:
         places = groups.ep.rank(), groups.ep.size(), groups.expt_tp.rank(), groups.expt_tp.size(), groups.expt_dp.rank()
         return cls(*places, split_dim, num_blocks)
 
-    def of_whole(self, whole: Tensor) -> Tensor:
+    def cut(self, full: Tensor) -> Tensor:
         """Return this rank's part of the matrices of all experts."""
-        local = whole.chunk(self.ep_size)[self.ep_rank]
+        local = full.chunk(self.ep_size)[self.ep_rank]
         if self.split_dim is None or self.num_parts == 1:
             return local
         blocks = local.chunk(self.num_blocks, self.split_dim)
@@ -53,9 +53,9 @@ class ExpertPart:
         If ranks divide gate and up, each has rows in both halves of every matrix, so that these are tensors of their
         own.
         """
-        lead, is_whole = len(offsets), self.split_dim is None or self.num_parts == 1
+        lead, is_undivided = len(offsets), self.split_dim is None or self.num_parts == 1
         replica = (0, self.part if self.split_dim is None else 0, self.replica)
-        if self.num_blocks == 1 or is_whole:
+        if self.num_blocks == 1 or is_undivided:
             places = [(lead, self.ep_rank, self.ep_size)]
             if self.split_dim is not None:
                 places.append((lead + self.split_dim, self.part, self.num_parts))

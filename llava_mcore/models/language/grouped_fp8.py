@@ -65,11 +65,11 @@ class Fp8GroupedProduct(torch.autograd.Function):
 
         ctx.weight, ctx.matrices, ctx.adds_to_main_grad = weight, matrices, adds_to_main_grad
         ctx.shape = x.shape
-        kept: tuple[Tensor, ...] = ()
+        of_tokens: tuple[Tensor, ...] = ()
         if keeps and ctx.needs_input_grad[1] and len(x):
             columns, padded_ends = quantize_fp8.quantize_groups(x, ends)
-            kept = *columns, padded_ends
-        ctx.save_for_backward(ends, *kept)
+            of_tokens = *columns, padded_ends
+        ctx.save_for_backward(ends, *of_tokens)
         if not len(x):  # the kernel refuses empty operands
             return x.new_empty(0, matrices.rows.scales.shape[1])
         return scaled_product(quantize_fp8.quantize_rows(x), matrices.rows, ends, fast=True)
@@ -79,17 +79,17 @@ class Fp8GroupedProduct(torch.autograd.Function):
         from llava_mcore.models.kernels import quantize_fp8  # on GPUs only
 
         gradient, weight = gradients[0], ctx.weight
-        ends, *kept = ctx.saved_tensors
+        ends, *of_tokens = ctx.saved_tensors
         of_x, of_weight = None, None
         if ctx.needs_input_grad[0]:
             of_x = gradient.new_empty(ctx.shape)
             if len(gradient):
                 of_x = scaled_product(quantize_fp8.quantize_rows(gradient), ctx.matrices.columns, ends, fast=False)
         if ctx.needs_input_grad[1]:
-            if kept:
-                of_tokens = quantize_fp8.Scaled(*kept[:2])
+            if of_tokens:
+                tokens = quantize_fp8.Scaled(*of_tokens[:2])
                 columns, padded_ends = quantize_fp8.quantize_groups(gradient, ends)
-                of_weight = scaled_product(columns, of_tokens, padded_ends, fast=False)
+                of_weight = scaled_product(columns, tokens, padded_ends, fast=False)
             else:
                 of_weight = torch.zeros_like(weight)
             marks = vars(weight)

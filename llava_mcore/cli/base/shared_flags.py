@@ -109,6 +109,13 @@ def add_frame_flags(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_layout_flags(parser: argparse._ActionsContainer, default: int | None = None) -> None:
+    """Add --tp, --cp and --pp of a Megatron checkpoint that answers."""
+    tokens = "context-parallel size: processes that divide the tokens of long prompts"
+    for flag, text in (("--tp", "tensor-parallel size"), ("--cp", tokens), ("--pp", "pipeline-parallel size")):
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{text} (default 1)")
+
+
 def add_loading_flags(parser: argparse._ActionsContainer) -> None:
     """Add how a Hugging Face folder is loaded."""
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype in memory (default: that of config.json)")

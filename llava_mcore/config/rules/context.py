@@ -34,8 +34,6 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
         )
     if uses_engine and run.model.attention_backend == "flash" and not data.packing:
         yield f"{flag}: --flash-attn divides the tokens of packed samples only: add --packing, or use --fused-attn"
-    if run.model.cuda_graphs:
-        yield f"--cuda-graphs does not work with {flag} yet: omit one of them"
 
 
 def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterator[str]:

@@ -145,7 +145,15 @@ class CachedDeltaRule(DeltaRule):
         self.inputs: Tensor | None = None
         self.state: Tensor | None = None
 
-    def forward(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        mixed: Tensor,
+        weight: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        bounds: Tensor | None,
+        host_bounds: Sequence[int] = (),
+    ) -> Tensor:
         """Read a prompt of s tokens, or one token of each of s >= r rows; the arguments are those of `DeltaRule`.
 
         Returns:

@@ -231,6 +231,7 @@ def _join_world(run: RunConfig) -> Groups:
         tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
         context_parallel_size=run.parallel.context_parallel_size,
+        cp_a2a_size=run.parallel.cp_a2a_size,
         expert_model_parallel_size=run.parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
         sharding_replicas=run.parallel.hsdp_replicas,

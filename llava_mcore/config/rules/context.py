@@ -42,9 +42,9 @@ def _check_levels(cp: int, neighbors: int | None) -> Iterator[str]:
     if not sizes:
         yield f"--cp-comm-type a2a+p2p: --cp {cp} cannot be divided into groups of neighbors: use p2p or a2a"
     elif neighbors not in sizes:
-        given = "needs --cp-a2a-size" if neighbors is None else f"does not work with --cp-a2a-size {neighbors}"
+        problem = "needs --cp-a2a-size" if neighbors is None else f"does not work with --cp-a2a-size {neighbors}"
         one_of = " or ".join(map(str, sizes))
-        yield f"--cp-comm-type a2a+p2p {given}: of --cp {cp} processes, {one_of} neighbors can exchange heads"
+        yield f"--cp-comm-type a2a+p2p {problem}: of --cp {cp} processes, {one_of} neighbors can exchange heads"
 
 
 def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterator[str]:

@@ -16,13 +16,13 @@ from llava_mcore.cli.base.shared_flags import (
     add_frame_flags,
     add_layout_flags,
     add_loading_flags,
+    frame_sampling_of,
     positive,
     quantization_of,
     reading_of,
     sampling_of,
 )
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.prepare.sampling import Sampling
 
 if TYPE_CHECKING:
     from llava_mcore.data.samples import Conversation
@@ -141,7 +141,7 @@ def _asked(args: argparse.Namespace, reading: ReadOptions) -> Conversation | Dat
     from llava_mcore.inference.answering.user_files import MediaFiles, conversation_of_files
 
     if args.data_path is None:
-        sampling = Sampling(args.video_fps, args.video_max_frames)
+        sampling = frame_sampling_of(args)
         files = MediaFiles(args.image, args.video, args.audio)
         return conversation_of_files(args.question, files, reading.limits, sampling)
     path = args.data_path if "://" in args.data_path else Path(args.data_path)

@@ -16,6 +16,7 @@ from llava_mcore.cli.base.shared_flags import (
     add_frame_flags,
     add_pixel_flags,
     add_sample_flags,
+    frame_sampling_of,
     limits_of,
     pixels_of,
     positive,
@@ -24,7 +25,6 @@ from llava_mcore.cli.base.shared_flags import (
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.near_match import require_exists
 from llava_mcore.prepare.formats import FORMATS
-from llava_mcore.prepare.sampling import Sampling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         pack_to=args.pack_to,
         sample_multiple=args.sample_multiple,
         check_images=args.check_images,
-        sampling=Sampling(args.video_fps, args.video_max_frames),
+        sampling=frame_sampling_of(args),
         limits=limits_of(args),
     )
     # A listing prepares a dataset for each of its sources, and a blend of them.

@@ -266,4 +266,5 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--max-frames": options.limits.frames,
         "--video-fps": options.sampling.fps,
         "--video-max-frames": options.sampling.max_frames,
+        "--video-sampling": None if options.sampling.rule == "times" else options.sampling.rule,
     }

@@ -12,9 +12,9 @@ from llava_mcore.errors import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of convert_megatron_to_hf.py."""
+    """Flags of `export-hf`."""
     p = argparse.ArgumentParser(
-        prog="convert_megatron_to_hf.py",
+        prog="python -m llava_mcore export-hf",
         allow_abbrev=False,
         description="Convert the newest Megatron checkpoint of a folder into a Hugging Face folder.",
     )

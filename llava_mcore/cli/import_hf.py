@@ -11,9 +11,9 @@ from llava_mcore.cli.base.shared_flags import add_conversion_flags
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of convert_hf_to_megatron.py."""
+    """Flags of `import-hf`."""
     p = argparse.ArgumentParser(
-        prog="convert_hf_to_megatron.py",
+        prog="python -m llava_mcore import-hf",
         allow_abbrev=False,
         description="Convert a Hugging Face folder into a Megatron checkpoint (torch_dist), exactly and without "
         "a GPU. The checkpoint loads at any tensor x pipeline x expert x data parallel size.",

@@ -56,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"imported {args.hf_dir} -> {written} in {seconds:.1f} s (split for tp {args.tp}{verified})")
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
+        from llava_mcore.convert.logits_worker import LogitsLayout
 
-        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, layout=LogitsLayout(args.tp, args.pp)))
     return 0
 
 

@@ -128,7 +128,7 @@ def owned_memory(trainer: Trainer) -> list[Owned]:
             add(parameter, "weights")
             add(parameter.grad, "gradients")
             add(vars(parameter).get("main_grad"), "gradients")
-        for buffer in chunk.buffers():
+        for buffer in chunk.module.buffers():  # a wrapper of data parallelism has a list of this name
             add(buffer, "weights")
     for optimizer in chained(trainer.optimizer):
         for tensor in _state_of(optimizer):

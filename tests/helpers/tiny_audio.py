@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import wave as wave_files
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from llava_mcore.data.samples import Audio, Conversation, Turn
 from tests.helpers.packages import needs
 from tests.helpers.tiny_hf import make_tokenizer, randomise, text_config
 
@@ -87,4 +89,21 @@ def encoded(
     buffer = BytesIO()
     mono = wave(seconds, seed, rate=rate)
     soundfile.write(buffer, np.stack([mono] * channels, axis=1), rate, format=kind, subtype=subtype, endian=endian)
+    return buffer.getvalue()
+
+
+def conversation(question: str, *seconds: float) -> Conversation:
+    """A question about clips, and its answer."""
+    turns = (Turn("user", question), Turn("assistant", "It is seven."))
+    return Conversation(turns, (), audios=tuple(Audio(_wav_file(x, i)) for i, x in enumerate(seconds)))
+
+
+def _wav_file(seconds: float, seed: int) -> bytes:
+    """A WAV file of 16-bit samples, also where soundfile is not installed."""
+    buffer = BytesIO()
+    with wave_files.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes((wave(seconds, seed) * 32767).round().astype("<i2").tobytes())
     return buffer.getvalue()

@@ -13,13 +13,12 @@ from torch import Tensor
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.model_table import mapping_table, usual_names
-from tests.helpers.tiny_audio import make_hf_audio
+from tests.helpers.tiny_audio import conversation, make_hf_audio
 from tests.helpers.tiny_checkpoints import hf_dir, make_checkpoints
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import make_hf_idefics2
 from tests.helpers.tiny_qwen import make_hf_qwen
-from tests.unit.models.test_audio import conversation
 from tests.unit.models.test_idefics2 import CONVERSATIONS as OF_IDEFICS
 from tests.unit.models.test_qwen import CONVERSATIONS as OF_QWEN
 from tests.unit.models.test_qwen import PICTURES

@@ -40,7 +40,7 @@ from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.parallel.batch import MicroBatch, longest, longest_media
 from llava_mcore.parallel.groups import single_process
-from tests.helpers.tiny_audio import RATE, encoded, make_hf_audio, wave
+from tests.helpers.tiny_audio import RATE, conversation, encoded, make_hf_audio, wave
 from tests.parallel.checks import load_model
 
 CLIP = "<|audio_bos|><|AUDIO|><|audio_eos|>\n"
@@ -57,12 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def assets(folder: Path) -> Assets:
     return load_assets(folder)
-
-
-def conversation(question: str, *seconds: float) -> Conversation:
-    """A question about clips, and its answer."""
-    turns = (Turn("user", question), Turn("assistant", "It is seven."))
-    return Conversation(turns, (), audios=tuple(Audio(encoded(x, i)) for i, x in enumerate(seconds)))
 
 
 CONVERSATIONS = [

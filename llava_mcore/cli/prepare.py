@@ -59,7 +59,7 @@ LISTED = {"sources": [], "options": {"SRC": "a list of sources"}}
 def parser() -> argparse.ArgumentParser:
     """Flags of `prepare`."""
     p = argparse.ArgumentParser(
-        prog="prepare.py",
+        prog="python -m llava_mcore prepare",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write energon shards with their index from conversations in any common format. Broken rows are "

@@ -107,11 +107,18 @@ def limit_line(data: DataConfig) -> str | None:
     """Return what the start of a run says about samples that wait for their pack; None without packing."""
     if not data.packing:
         return None
-    each = kept_bytes(data) / 2**20
     return (
-        f"samples that wait for their pack take at most {data.max_waiting_bytes / 2**30:.1f} GiB of a node's memory "
-        f"(data.max_waiting_bytes), {each:,.0f} MiB in each process that reads; others are read again"
+        f"samples that wait for their pack take at most {_said(data.max_waiting_bytes)} of a node's memory "
+        f"(data.max_waiting_bytes), {_said(kept_bytes(data))} in each process that reads; others are read again"
     )
+
+
+def _said(num_bytes: int) -> str:
+    """Return a size for users, in the largest unit that it reaches."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def open_reader(

@@ -362,8 +362,9 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
     with pytest.raises(DataError, match=r"incomplete: streams \[1, 3, 5, "):
         open_loader(dataset, assets, saved=[half])
     state["streams"][0] = {"order": {"counts": [1, 2], "credits": [0.0, 0.0]}, "waiting": [], "num_batches": 1}
-    with pytest.raises(DataError, match=r"saved by an earlier version .* read the samples in another order"):
-        open_loader(dataset, assets, saved=[{"format": 3}])
+    for version in (1, 2, 3, 4):
+        with pytest.raises(DataError, match=rf"format {version}\), which read the samples in another order.* --name "):
+            open_loader(dataset, assets, saved=[{"format": version}])
     for wrong in ([], [{}], [{"format": 0}], [state]):
         with pytest.raises(DataError, match=r"not a position in the data|cannot be restored"):
             open_loader(dataset, assets, saved=wrong)

@@ -21,7 +21,9 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import CLIPImageProcessor, SiglipImageProcessor
 
+from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
+from llava_mcore.data.loader.open_streams import limit_line
 from llava_mcore.data.loader.source import Buffered, PixelBuffers
 from llava_mcore.data.loader.stream import Stream
 from llava_mcore.data.processors import images as images_module
@@ -146,6 +148,19 @@ def test_samples_that_wait_keep_to_their_memory(dataset: Path, assets: Assets) -
             (reader,) = {id(x._reader): x._reader for x in loader._sources[0]._loader.dataset.streams.values()}.values()
             assert reader.waiting.num_bytes <= limit
         assert_equal(batches, expected)
+
+
+def test_the_limit_of_waiting_samples_is_said_in_fitting_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small limits, too: they would otherwise be shown as 0.0 GiB."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for limit, both in {
+        4 << 30: ("4.0 GiB", "256.0 MiB"),
+        24_000_000: ("22.9 MiB", "1.4 MiB"),
+        0: ("0 bytes",) * 2,
+    }.items():
+        line = limit_line(DataConfig(path=Path("data"), packing=True, num_workers=2, max_waiting_bytes=limit))
+        assert line is not None and f"at most {both[0]} of a node" in line and f"{both[1]} in each process" in line
+    assert limit_line(DataConfig(path=Path("data"))) is None
 
 
 def test_open_shards_keep_no_record_of_what_was_read(dataset: Path, assets: Assets) -> None:

@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
-import fsspec
-
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.atomic import move, replace_file
+from llava_mcore.prepare.sources.file_systems import file_system
 from llava_mcore.prepare.sources.remote_file import fetch_errors, list_files, version_of
 
 AT_ONCE = 8
@@ -42,7 +41,7 @@ def fetch(url: str, folder: Path, on_file: Callable[[str], None] = lambda name: 
     """
     place = folder / sha256(url.encode()).hexdigest()[:16]
     try:
-        files, root = fsspec.core.url_to_fs(url)
+        files, root = file_system(url)
         listing, is_file = list_files(files, root)
     except fetch_errors() as error:
         raise DataError(f"{url} cannot be read: {error}") from error

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-import fsspec
-
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.sources.detect import Opening, choose_files
+from llava_mcore.prepare.sources.file_systems import file_system
 from llava_mcore.prepare.sources.parquet import ParquetTable
 from llava_mcore.prepare.sources.remote_file import RemoteFile, RemoteFolder, fetch_errors, list_files, version_of
 
@@ -28,7 +27,7 @@ def read_in_place(url: str, how: Opening, *, keep_order: bool) -> RemoteFolder |
         DataError: the URL cannot be read, or it is not clear which of its files are meant.
     """
     try:
-        files, root = fsspec.core.url_to_fs(url)
+        files, root = file_system(url)
         listing, is_file = list_files(files, root)
     except fetch_errors() as error:
         raise DataError(f"{url} cannot be read: {error}") from error
@@ -60,7 +59,7 @@ def _takes_ranges(chosen: Sequence[tuple[str, RemoteFile]]) -> bool:
     if file is None:
         return True
     try:
-        files, path = fsspec.core.url_to_fs(file.url)
+        files, path = file_system(file.url)
         with files.open(path, "rb", cache_type="none") as handle:
             handle.seek(file.size - 1)
             return len(handle.read(1)) == 1

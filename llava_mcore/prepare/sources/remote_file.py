@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.sources.file_systems import file_system
 
 FETCH_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError)
 """Errors of fsspec's file systems and of the libraries below them."""
@@ -69,7 +70,7 @@ class RemoteFile:
     def require_unchanged(self) -> None:
         """Raise DataError if the file is another one than when it was listed."""
         try:
-            files, path = fsspec.core.url_to_fs(self.url)
+            files, path = file_system(self.url)
             files.invalidate_cache()
             version = version_of(files.info(path))
         except fetch_errors() as error:
@@ -163,7 +164,7 @@ class RemoteRanges(io.RawIOBase):
 
     def _once(self, count: int) -> bytes:
         if self._handle is None:
-            files, path = fsspec.core.url_to_fs(self._remote.url)
+            files, path = file_system(self._remote.url)
             self._handle = files.open(path, "rb", cache_type="none")
         self._handle.seek(self._position)
         data = bytes(self._handle.read(count))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from llava_mcore.__main__ import main
 from llava_mcore.data.storage.dataset_path import SCRATCH
 from llava_mcore.prepare.journal import Journal
-from llava_mcore.prepare.sources import parquet, remote_file
+from llava_mcore.prepare.sources import file_systems, parquet, remote_file
+from llava_mcore.prepare.sources.file_systems import file_system
 from tests.helpers.hub_server import REPO, Hub
 from tests.helpers.prepare_cases import picture, shard_bytes
 
@@ -205,3 +208,26 @@ def _empty_table() -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([row(0)]).slice(0, 0), sink)
     return sink.getvalue().to_pybytes()
+
+
+def test_file_systems_outlive_forks() -> None:
+    """A forked process, such as the one that tries a chat template, drops fsspec's cache. hdfs-native would wait there
+    for threads that only the parent has."""
+
+    class Ended(MemoryFileSystem):
+        def __del__(self) -> None:
+            os.write(write, b"ended")
+
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    fsspec.register_implementation("ended", Ended, clobber=True)
+    file_system("ended://folder")
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    Ended.clear_instance_cache()
+    with pytest.raises(BlockingIOError):
+        os.read(read, 5)
+    file_systems._KEPT.clear()
+    assert os.read(read, 5) == b"ended"

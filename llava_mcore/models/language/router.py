@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
@@ -47,6 +48,13 @@ class Router(TopKRouter):
     """Tokens of this rank that each expert has got in the current step, [e], without padding."""
     choices: list[tuple[Tensor, Tensor]] | None = None
     """Logits and choice of every call, if somebody collects them."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return logits [s, b, e] of tokens [s, b, h].
+
+        On a GPU, megatron-core's product is Transformer Engine's, which rounds operands of fp32 to TF32.
+        """
+        return F.linear(input, self.weight, self.bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and choice of each token, [t, e] both, of logits [s, b, e]."""

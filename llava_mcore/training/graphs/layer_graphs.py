@@ -64,7 +64,7 @@ class LayerGraphs:
                 vars(layer)["forward"] = partial(self._forward, index, layer)
 
     def capture(self) -> None:
-        """Capture graphs of the shapes that have been seen without one; a collective call of tensor-parallel ranks.
+        """Capture graphs of the shapes that have been seen without one; a collective call of the ranks of a replica.
 
         Call when no gradients are kept: sums of gradients are not defined afterwards.
         """

@@ -117,7 +117,7 @@ def _instead(root: Path) -> str:
         more = ", …" if len(runs) > SHOWN_FOLDERS else ""
         return f"give one of the folders in it: {', '.join(runs[:SHOWN_FOLDERS])}{more}"
     other = "it is a Hugging Face folder: " if (root / "config.json").is_file() else ""
-    return f"{other}import a model first (convert_hf_to_megatron.py)"
+    return f"{other}import a model first (python -m llava_mcore import-hf)"
 
 
 def newest_iteration(folder: Path) -> Path:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of build_llava_jp.py."""
+    """Flags of `build`."""
     p = argparse.ArgumentParser(
-        prog="build_llava_jp.py",
+        prog="python -m llava_mcore build",
         allow_abbrev=False,
         description="Compose a complete Hugging Face folder of LLaVA, InternVL, Idefics2, Idefics3, SmolVLM or "
         "Qwen2-Audio (config, weights, tokenizer with placeholders and a pad token, processor, chat template) from a "

@@ -141,9 +141,10 @@ def run(args: argparse.Namespace) -> int:
         print(check_checkpoint(args.hf_dir, args.megatron_dir, tp=args.tp))
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
+        from llava_mcore.convert.logits_worker import LogitsLayout
 
-        layout = {"tp": args.tp, "pp": args.pp, "ep": args.ep, "cp": args.cp}
-        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, base_dir=args.base_dir, **layout))
+        layout = LogitsLayout(args.tp, args.pp, args.ep, args.cp)
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, layout=layout, base_dir=args.base_dir))
     return 0
 
 

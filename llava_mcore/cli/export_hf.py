@@ -12,9 +12,9 @@ from llava_mcore.errors import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of convert_megatron_to_hf.py."""
+    """Flags of `export-hf`."""
     p = argparse.ArgumentParser(
-        prog="convert_megatron_to_hf.py",
+        prog="python -m llava_mcore export-hf",
         allow_abbrev=False,
         description="Convert the newest Megatron checkpoint of a folder into a Hugging Face folder.",
     )
@@ -91,9 +91,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"exported iteration {iteration} of {args.megatron_dir} -> {args.hf_dir} in {seconds:.1f} s{verified}")
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
+        from llava_mcore.convert.logits_worker import LogitsLayout
 
-        layout = {"tp": args.tp, "pp": args.pp}
-        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, base_dir=args.base_dir, **layout))
+        layout = LogitsLayout(args.tp, args.pp)
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, layout=layout, base_dir=args.base_dir))
     return 0
 
 

@@ -11,9 +11,9 @@ from llava_mcore.cli.base.shared_flags import add_conversion_flags
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of convert_hf_to_megatron.py."""
+    """Flags of `import-hf`."""
     p = argparse.ArgumentParser(
-        prog="convert_hf_to_megatron.py",
+        prog="python -m llava_mcore import-hf",
         allow_abbrev=False,
         description="Convert a Hugging Face folder into a Megatron checkpoint (torch_dist), exactly and without "
         "a GPU. The checkpoint loads at any tensor x pipeline x expert x data parallel size.",
@@ -56,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"imported {args.hf_dir} -> {written} in {seconds:.1f} s (split for tp {args.tp}{verified})")
     if args.logits is not None:
         from llava_mcore.convert.compare_logits import check_logits
+        from llava_mcore.convert.logits_worker import LogitsLayout
 
-        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, tp=args.tp, pp=args.pp))
+        print(check_logits(args.hf_dir, args.megatron_dir, args.logits, layout=LogitsLayout(args.tp, args.pp)))
     return 0
 
 

@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     lines = [*report.head(searched, words), "", *report.table(result.fitting[: args.top], searched.world), ""]
     lines += ["The first one:", *report.stages(best.prediction), "", "Left out:"]
     lines += [*report.left_out(result, searched.gpu.usable), "", command]
+    missing = report.missing_flags(searched.run)
+    lines += [f"to run it, add {', '.join(missing)}"] if missing else []
     print("\n".join(lines))
     _draw(best, args.draw)
     return 0

@@ -19,7 +19,7 @@ from llava_mcore.launch.start import prepare, start
 
 def parser() -> argparse.ArgumentParser:
     """Flags of a run: those beside the fields of the configuration."""
-    return make_parser("run.py", "Train a vision-language model.", dry_run=True)
+    return make_parser("python -m llava_mcore train", "Train a vision-language model.", dry_run=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import AutoProcessor, PretrainedConfig, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
-from llava_mcore.checkpoint import layout
+from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.compat.transformers import exact_attention, tower_names_in_files
 from llava_mcore.convert.inputs import processed_media
-from llava_mcore.convert.logits_worker import require_layout, run_rank
+from llava_mcore.convert.logits_worker import LogitsLayout, run_rank
 from llava_mcore.data.processors.audio_files import audio_length, decode_audio, require_libraries
 from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import ConversionError, DataError, problems, with_article
@@ -66,10 +66,7 @@ def check_logits(
     megatron_dir: Path,
     example: Path,
     *,
-    tp: int,
-    pp: int,
-    ep: int = 1,
-    cp: int = 1,
+    layout: LogitsLayout,
     base_dir: Path | None = None,
 ) -> str:
     """Compare fp32 logits on a real image or audio clip with Hugging Face's; return a summary.
@@ -80,11 +77,10 @@ def check_logits(
     Raises:
         CheckpointError, ConversionError: logits differ, or the comparison is not possible.
     """
-    checkpoint, iteration = layout.latest_checkpoint(megatron_dir)
-    got = compare_logits(hf_dir, checkpoint, example, tp=tp, pp=pp, ep=ep, cp=cp, base_dir=base_dir)
-    sizes = f"tp {tp}{f' x cp {cp}' if cp > 1 else ''} x pp {pp}{f' x ep {ep}' if ep > 1 else ''}"
+    checkpoint, iteration = latest_checkpoint(megatron_dir)
+    got = compare_logits(hf_dir, checkpoint, example, layout=layout, base_dir=base_dir)
     return (
-        f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at {sizes}: max abs difference "
+        f"{megatron_dir}: iteration {iteration} computes the logits of {hf_dir} at {layout}: max abs difference "
         f"{got.difference:.2g}, largest logit {got.largest:.3g} ({got.num_tokens} tokens with {example.name}, outputs "
         f"of {got.num_modules} modules compared{_not_compared(got.not_compared)})"
     )
@@ -102,18 +98,13 @@ def compare_logits(
     checkpoint: Path,
     example: Path,
     *,
-    tp: int,
-    pp: int,
-    ep: int = 1,
-    cp: int = 1,
+    layout: LogitsLayout,
     base_dir: Path | None = None,
 ) -> Agreement:
     """Run both models on a question about an image, or an audio clip for a class that takes those.
 
     Args:
         checkpoint: folder of one iteration.
-        ep: processes that divide the experts of a layer. Replicas of the rest compute the same.
-        cp: processes that divide the tokens.
         base_dir: see `load_part`.
 
     Raises:
@@ -123,12 +114,11 @@ def compare_logits(
     """
     # Refuse what cannot be compared before seconds are spent: memory, layout, length.
     folder = HfFolder.open(hf_dir)
-    num_processes = pp * math.lcm(tp * cp, ep)
-    require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=num_processes)
+    require_memory(sum(math.prod(x) for x in folder.shapes.values()), num_processes=layout.num_processes)
     hf = load_hf_config(hf_dir)
     settle_ties(hf, folder)
     dims = model_dims(hf)
-    require_layout(dims, hf_dir, tp=tp, pp=pp, ep=ep, cp=cp)
+    layout.require(dims, hf_dir)
     names = detect_names(hf, folder.tensors, source=str(hf_dir))
     prompt = _prompt(hf, hf_dir, example)
     length = prompt.megatron_inputs["input_ids"].shape[1]
@@ -142,10 +132,9 @@ def compare_logits(
         job = Path(name)
         expected, modules = _hugging_face(hf, hf_dir, prompt, names)
         model = {"checkpoint": str(checkpoint), "base_dir": None if base_dir is None else str(base_dir)}
-        sizes = {"tp": tp, "pp": pp, "ep": ep, "cp": cp}
-        torch.save(model | sizes | {"inputs": prompt.megatron_inputs, "names": names}, job / "job.pt")
-        run_world(run_rank, num_processes, job)
-        stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(pp)]
+        torch.save(model | {"layout": layout, "inputs": prompt.megatron_inputs, "names": names}, job / "job.pt")
+        run_world(run_rank, layout.num_processes, job)
+        stages: list[dict[str, Any]] = [torch.load(job / f"stage{i}.pt", weights_only=True) for i in range(layout.pp)]
     # Outputs of the modules, which say where a difference begins, and the logits.
     megatron_modules = {key: x for stage in stages for key, x in stage["modules"].items()}
     shared = [key for key in megatron_modules if key in modules]

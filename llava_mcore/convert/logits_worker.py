@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,40 @@ from llava_mcore.processes.local_world import enter
 from llava_mcore.weights.names import HfNames
 
 
+@dataclass(frozen=True)
+class LogitsLayout:
+    """Sizes of the parallel groups that compute the logits.
+
+    `ep`: processes that divide the experts of a layer; replicas of the rest compute the same. `cp`: processes that
+    divide the tokens.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    cp: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the world."""
+        return self.pp * math.lcm(self.tp * self.cp, self.ep)
+
+    def __str__(self) -> str:
+        context, experts = f" x cp {self.cp}" if self.cp > 1 else "", f" x ep {self.ep}" if self.ep > 1 else ""
+        return f"tp {self.tp}{context} x pp {self.pp}{experts}"
+
+    def require(self, dims: ModelDims, hf_dir: Path) -> None:
+        """Raise ConversionError if the processes cannot divide every layer."""
+        source = str(hf_dir)
+        refused = check_parts(dims, self.tp, self.pp, source)  # of whole towers every rank has other outputs
+        refused += [
+            *check_expert_layout(dims, self.ep, 1, source),
+            *check_divided_tokens(dims, self.tp, self.cp, source),
+        ]
+        if refused:
+            raise ConversionError(problems(f"logits cannot be compared at {self}", refused))
+
+
 def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     """Compute one rank's part of the logits for job.pt and write it to the folder; exit code 2 after a message.
 
@@ -42,14 +78,15 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     """
     enter(rank, num_processes, port)
     log.set_up(rank)
-    with torch.serialization.safe_globals([HfNames]):
+    with torch.serialization.safe_globals([HfNames, LogitsLayout]):
         job_options = torch.load(job / "job.pt", weights_only=True)
+    sizes: LogitsLayout = job_options["layout"]
     groups = initialize(
         backend="gloo",
-        tensor_model_parallel_size=job_options["tp"],
-        pipeline_model_parallel_size=job_options["pp"],
-        context_parallel_size=job_options["cp"],
-        expert_model_parallel_size=job_options["ep"],
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
     )
     seed_everything(0)
     try:
@@ -158,12 +195,3 @@ def _own_part(
     padded = pad_to(batch, -(-ids.shape[1] // multiple) * multiple, fields)
     part = cut(padded, group.size(), fields)[group.rank()]
     return part.input_ids, part.position_ids, part.media
-
-
-def require_layout(dims: ModelDims, hf_dir: Path, *, tp: int, pp: int, ep: int, cp: int) -> None:
-    """Raise ConversionError if the processes cannot divide every layer."""
-    refused = check_parts(dims, tp, pp, str(hf_dir))  # of whole towers every rank has other outputs
-    refused += [*check_expert_layout(dims, ep, 1, str(hf_dir)), *check_divided_tokens(dims, tp, cp, str(hf_dir))]
-    if refused:
-        context = f" x cp {cp}" if cp > 1 else ""
-        raise ConversionError(problems(f"logits cannot be compared at tp {tp}{context} x pp {pp}", refused))

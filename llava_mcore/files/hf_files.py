@@ -249,7 +249,8 @@ def read_config(folder: Path) -> dict[str, Any]:
                 f"{folder}: no config.json, because there is no such folder; {download}\nand give {folder.name}"
             )
         raise ConversionError(
-            f"{folder}: no config.json; expected a folder of a vision-language model (build one with build_llava_jp.py)"
+            f"{folder}: no config.json; expected a folder of a vision-language model, such as one that "
+            "`python -m llava_mcore build` makes"
         )
     return read_object(path, ConversionError)
 

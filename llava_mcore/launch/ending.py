@@ -36,7 +36,8 @@ def _results(run: RunConfig) -> Iterator[str]:
     checkpoint = _newest(run) if run.checkpoint.saves else None
     if checkpoint is not None:
         yield f"checkpoint: {checkpoint}"
-        yield f"as a Hugging Face folder: python -m llava_mcore export-hf --megatron-dir {run.run_dir} --hf-dir FOLDER"
+        result = "PEFT adapter (--merge: a whole model)" if run.adapter.is_on else "Hugging Face folder"
+        yield f"as a {result}: python -m llava_mcore export-hf --megatron-dir {run.run_dir} --hf-dir FOLDER"
 
 
 def _continuation(run: RunConfig) -> str:

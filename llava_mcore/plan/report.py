@@ -178,6 +178,17 @@ def command(candidate: Candidate, searched: Searched, typed: Sequence[tuple[str,
     return " ".join(["python -m llava_mcore train", *ordered])
 
 
+def missing_flags(run: RunConfig) -> list[str]:
+    """Return the flags without which `train` refuses the command, because the plan needs none of them."""
+    values = {
+        "--megatron-load-dir": run.checkpoint.load or run.checkpoint.init,
+        "--data-path": run.data.path,
+        "--save-dir": run.checkpoint.save_dir,
+        "--train-iters": run.training.train_iters or run.training.train_samples or run.training.train_epochs,
+    }
+    return [flag for flag, value in values.items() if not value]
+
+
 def _value(run: RunConfig, key: str) -> object:
     section, _, leaf = key.partition(".")
     value: object = vars(vars(run)[section])[leaf]

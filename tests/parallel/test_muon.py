@@ -3,6 +3,7 @@ saved."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import LlavaForConditionalGeneration
 
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_checkpoints import make_checkpoints
+from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel import muon_checks
 from tests.parallel.muon_checks import Layout, kinds_of
@@ -41,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Found:
     """What every rank has found at every layout."""
-    checkpoints = make_checkpoints(folder, {"dense": {"text": "llama"}, "experts": {"text": "qwen3_moe"}})
+    checkpoints = make_checkpoints(
+        folder, {"dense": partial(make_hf_llava, text="llama"), "experts": partial(make_hf_llava, text="qwen3_moe")}
+    )
     found: Found = {}
     sources: dict[str, str] = {}
     for layout in LAYOUTS:

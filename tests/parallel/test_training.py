@@ -14,6 +14,7 @@ from transformers import LlavaForConditionalGeneration
 
 from tests.helpers.batches import FakeLoader
 from tests.helpers.tiny_checkpoints import hf_dir, make_checkpoints
+from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import LAYOUTS, run_world
 from tests.parallel import validation_checks
 from tests.parallel.validation_checks import NUM_VALIDATION, make_material
@@ -42,8 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
     """Returns the curves of a layout, from rank 0 of its world, and what its validation found."""
-    models = {"untied": {"text": "llama", "tie": False}, "tied": {"text": "qwen2", "tie": True}}
-    checkpoints = make_checkpoints(folder, models)
+    untied = functools.partial(make_hf_llava, text="llama", tie=False)
+    tied = functools.partial(make_hf_llava, text="qwen2", tie=True)
+    checkpoints = make_checkpoints(folder, {"untied": untied, "tied": tied})
     given: dict[str, Any] = {"checkpoints": checkpoints, "save_dir": str(folder / "save")}
     material = make_material(folder)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.model_table import mapping_table, usual_names
 from tests.helpers.tiny_audio import conversation, make_hf_audio
+from tests.helpers.tiny_checkpoints import hf_dir, make_checkpoints
 from tests.helpers.tiny_classes import MAKERS
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_idefics2 import make_hf_idefics2
@@ -60,18 +60,17 @@ CLASSES = {
 
 def make_cases(root: Path, models: Mapping[str, TinyModel]) -> Cases:
     """Make and import these models."""
-    found = {}
-    for name, model in models.items():
-        model.make(root / name)
-        import_hf(root / name, root / f"{name}-megatron")
-        found[name] = {
-            "hf": str(root / name),
-            "checkpoint": str(root / f"{name}-megatron"),
+    checkpoints = make_checkpoints(root, {name: model.make for name, model in models.items()})
+    return {
+        name: {
+            "hf": str(hf_dir(root, name)),
+            "checkpoint": checkpoints[name],
             "all": model.conversations,
             "single": model.conversations[2:],
             "text": model.conversations[1:2],
         }
-    return found
+        for name, model in models.items()
+    }
 
 
 def assert_same_gradients(

@@ -71,7 +71,7 @@ _ROWS = (
     Command(
         "check",
         "check",
-        "check a checkpoint against its model, tensor by tensor",
+        "check a checkpoint against its model, or a dataset as training will read it",
         uses_gpus=False,
         has_image=True,
     ),

@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from llava_mcore import log
@@ -17,6 +18,8 @@ from llava_mcore.compat.tested import untested_line
 from llava_mcore.errors import FileError
 from llava_mcore.launch.singularity import inner_command, requested_image, rerun_in_container
 from llava_mcore.processes.control import INTERRUPTED, collect_rarely, with_messages
+
+CONSOLE_SCRIPT = "llava-mcore"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,8 +65,16 @@ def _run(arguments: list[str]) -> int:
     if not command.uses_gpus:
         # These commands run on the CPU; a visible GPU would be initialized and occupied. Before torch is imported.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    code: int = importlib.import_module(f"llava_mcore.cli.{command.file}").main(arguments[1:])
+    code: int = importlib.import_module(f"llava_mcore.cli.{command.file}").main(arguments[1:], typed_program(name))
     return code
+
+
+def typed_program(name: str) -> str:
+    """Return how this process was started, for usage lines: the module, `llava-mcore`, or a file of scripts/."""
+    program = Path(sys.argv[0]).name
+    if program == "__main__.py":
+        return f"python -m llava_mcore {name}"
+    return f"{program} {name}" if program == CONSOLE_SCRIPT else program
 
 
 def _require_current_folder() -> None:
@@ -79,14 +90,17 @@ def _require_current_folder() -> None:
 def _usage() -> str:
     lines = [f"  {command.name:<12} {command.summary}" for command in COMMANDS.values()]
     return "\n".join(
-        ["usage: python -m llava_mcore COMMAND [--help] …", "", *lines, "", "COMMAND --help lists its flags."]
+        [f"usage: {typed_program('COMMAND')} [--help] …", "", *lines, "", "COMMAND --help lists its flags."]
     )
 
 
 class CommandMain(Protocol):
-    """Runs a command with arguments, by default those of the process, and returns its exit code."""
+    """Runs a command with arguments, by default those of the process, and returns its exit code.
 
-    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+    `program` is what usage lines name; by default the module and the command.
+    """
+
+    def __call__(self, argv: Sequence[str] | None = None, program: str | None = None) -> int: ...
 
 
 def command_main(
@@ -100,11 +114,13 @@ def command_main(
     `parser` must not import torch, so that --help and a mistyped flag are answered at once.
     """
 
-    def main(argv: Sequence[str] | None = None) -> int:
-        return with_messages(lambda: parse_and_run(sys.argv[1:] if argv is None else list(argv)))
+    def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+        return with_messages(lambda: parse_and_run(sys.argv[1:] if argv is None else list(argv), program))
 
-    def parse_and_run(arguments: list[str]) -> int:
-        args = parser().parse_args(arguments)
+    def parse_and_run(arguments: list[str], program: str | None) -> int:
+        flags = parser()
+        flags.prog = program or flags.prog
+        args = flags.parse_args(arguments)
         untested = untested_line() if warns_of_versions else None
         if untested is not None:
             print(f"warning: {untested}", file=sys.stderr)

@@ -182,10 +182,16 @@ def check_batch(run: RunConfig, world_size: int) -> list[str]:
         sizes["INCREMENT of --rampup-batch-size"] = run.training.ramp.increment
     return [
         f"{quantity} is not a multiple of {step} = --micro-batch-size {run.training.micro_batch_size} x {dp} "
-        f"data-parallel ranks: use a multiple of {step}"
+        f"data-parallel ranks: use a multiple of {step}{_smaller_micro_batch(size, run.training.micro_batch_size, dp)}"
         for quantity, size in sizes.items()
         if size % step
     ]
+
+
+def _smaller_micro_batch(size: int, micro_batch_size: int, dp: int) -> str:
+    """Return the largest divisor of a micro-batch size with which a batch can be divided, as a piece of advice."""
+    fitting = [n for n in range(1, micro_batch_size) if micro_batch_size % n == 0 and size % (n * dp) == 0]
+    return f", or --micro-batch-size {fitting[-1]}" if fitting else ""
 
 
 def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:

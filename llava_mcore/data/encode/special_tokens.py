@@ -40,11 +40,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
     vocab = tokenizer.get_vocab()
     token_id = vocab.get(token)
     if tokenizer.pad_token_id is None:
-        errors.append("the tokenizer has no pad token; build the folder with build_llava_jp.py or set pad_token")
+        errors.append("the tokenizer has no pad token; set pad_token, or use a folder of `python -m llava_mcore build`")
     if tokenizer.eos_token_id is None:
         errors.append("the tokenizer has no EOS token; set eos_token")
     if token_id is None:
-        errors.append(f"the tokenizer has no {token}; build the folder with build_llava_jp.py or add it")
+        errors.append(f"the tokenizer has no {token}; add it, or use a folder of `python -m llava_mcore build`")
     elif token_id == tokenizer.pad_token_id:
         errors.append(f"the pad token and {token} are the same token ({token_id}); pads would count as media")
     elif tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids != [token_id]:

@@ -43,6 +43,12 @@ from llava_mcore.errors import DataError, problems
 
 logger = logging.getLogger(__name__)
 
+SMALLER_MICRO_BATCHES = (
+    "micro-batches have %d samples now, and had %d: global batches have other samples than they would have had, "
+    "so losses differ from those of the uninterrupted run; samples are neither repeated nor left out"
+)
+"""A line of a resume, with both sizes."""
+
 
 class TrainLoader:
     """Endless batches of one data-parallel rank, in an order fixed by seed, data, streams and micro-batch size.
@@ -195,6 +201,8 @@ class TrainLoader:
         if missing:
             raise DataError(f"the saved position in {self.path} is incomplete: streams {missing} are missing")
         times = before.get(MICRO_BATCH, self._settings[MICRO_BATCH]) // self._settings[MICRO_BATCH]
+        if times > 1 and dp_rank == 0:
+            logger.info(SMALLER_MICRO_BATCHES, self._settings[MICRO_BATCH], before[MICRO_BATCH])
         return result.scaled(times)
 
     def _restore(self, streams: dict[int, Stream], positions: dict[int, dict[str, Any]]) -> None:

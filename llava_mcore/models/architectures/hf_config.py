@@ -84,7 +84,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
         known = ", ".join(f"{name!r} ({x.model_class.__name__})" for name, x in ARCHITECTURES.items())
         raise ConversionError(
             f"{path}: model_type is {kind!r}, expected one of {known}; build one from a text model with "
-            "build_llava_jp.py"
+            "`python -m llava_mcore build`"
         )
     try:
         hf = ARCHITECTURES[kind].config_class.from_dict(deepcopy(values))  # it takes values out of them

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.norms import TorchNorm
+from llava_mcore.models.plain_linear import column_linear, row_linear
 
 
 @dataclass(frozen=True)
@@ -129,21 +130,13 @@ class PerceiverLayer(MegatronModule):
                 f"tensor_model_parallel_size {config.tensor_model_parallel_size}; choose a layout that divides it"
             )
         self.input_latents_norm, self.input_context_norm = _norm(config), _norm(config)
-        self.linear_q = _column(config, width, config.num_attention_heads * size)
-        self.linear_k = _column(config, width, config.num_query_groups * size)
-        self.linear_v = _column(config, width, config.num_query_groups * size)
+        self.linear_q = column_linear(config, width, config.num_attention_heads * size)
+        self.linear_k = column_linear(config, width, config.num_query_groups * size)
+        self.linear_v = column_linear(config, width, config.num_query_groups * size)
         is_local = config.transformer_impl == "local"
         attention: type[nn.Module] = SDPAttention if is_local else TEDotProductAttention
         self.core_attention = attention(config, layer_number, AttnMaskType.no_mask, "cross")
-        self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * size,
-            width,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-        )
+        self.linear_proj = row_linear(config, config.num_attention_heads * size, width)
         self.post_attention_layernorm = _norm(config)
         self.mlp = _gated_mlp(config, width)
 
@@ -161,12 +154,6 @@ class PerceiverLayer(MegatronModule):
 def _norm(config: TransformerConfig) -> nn.Module:
     norm: nn.Module = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
     return norm
-
-
-def _column(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
-        inputs, outputs, config=config, init_method=config.init_method, bias=False, gather_output=False
-    )
 
 
 def _gated_mlp(config: TransformerConfig, input_size: int) -> MLP:

@@ -20,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+
+from llava_mcore.models.plain_linear import column_linear, row_linear
 
 _OF_ATTENTION = "input_layernorm."
 
@@ -106,20 +107,12 @@ class CrossAttention(MegatronModule):
         # Features are whole on every rank, also where ranks divide the tokens.
         of_features = copy(config)
         of_features.sequence_parallel = False
-        self.linear_q = _column(config, width, config.num_attention_heads * size)
-        self.linear_k = _column(of_features, width, config.num_query_groups * size)
-        self.linear_v = _column(of_features, width, config.num_query_groups * size)
+        self.linear_q = column_linear(config, width, config.num_attention_heads * size)
+        self.linear_k = column_linear(of_features, width, config.num_query_groups * size)
+        self.linear_v = column_linear(of_features, width, config.num_query_groups * size)
         self.q_layernorm, self.k_layernorm = HeadNorm(config, size), HeadNorm(config, size)
         self.core_attention: nn.Module = MaskedAttention()
-        self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * size,
-            width,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        self.linear_proj = row_linear(config, config.num_attention_heads * size, width)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor, key_value_states: Tensor | None, **_: Any
@@ -224,9 +217,3 @@ def seen_features(positions: Tensor, real: Tensor, bounds: Tensor, num_tokens: i
     reads = sees.any(1)
     seen = (sees[..., None] & real) | (in_sample & ~reads[:, None])[..., None]
     return torch.cat([seen.flatten(1), ~in_sample.any(1, keepdim=True), reads[:, None]], dim=1)
-
-
-def _column(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
-        inputs, outputs, config=config, init_method=config.init_method, bias=False, gather_output=False
-    )

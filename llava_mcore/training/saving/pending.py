@@ -37,7 +37,8 @@ class Writing(threading.Thread):
     def run(self) -> None:
         try:
             self._write()
-        except BaseException as error:  # handed to the main thread
+        # Any error, also SystemExit: a thread that ended without one stands for files that are complete.
+        except BaseException as error:
             self._error = error
 
     def problem(self) -> str | None:

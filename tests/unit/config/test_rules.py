@@ -54,7 +54,10 @@ def test_a_good_run_has_no_problem(good: list[str]) -> None:
         (["optimizer.min_lr=1"], ["optimizer.min_lr 1 is above --lr 2e-05"]),
         (["parallel.backend=nccl"], ["--backend nccl needs GPUs"]),
         (["training.global_batch_size=3"], ["--global-batch-size 3 is not a multiple of 2", "2 data-parallel ranks"]),
-        (["training.micro_batch_size=3"], ["--global-batch-size 128 is not a multiple of 6", "--micro-batch-size 3"]),
+        (
+            ["training.micro_batch_size=3"],
+            ["--global-batch-size 128 is not a multiple of 6", "6, or --micro-batch-size 1"],
+        ),
         (["parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=4"], ["8 processes", "= 16"]),
         (["parallel.pipeline_model_parallel_size=1", "data.seq_length=5000"], ["--seq-length 5000 exceeds the 4096"]),
     ],

@@ -145,7 +145,7 @@ def test_a_ramp_must_divide_and_be_three_numbers() -> None:
     found = check_batch(run_of("training.rampup_batch_size=2,3,9", "training.micro_batch_size=2"), 1)
     assert found == [
         "INCREMENT of --rampup-batch-size is not a multiple of 2 = --micro-batch-size 2 x 1 data-parallel ranks: use a "
-        "multiple of 2"
+        "multiple of 2, or --micro-batch-size 1"
     ]
     for text in ("16,16", "0,1,2", "1,0,2", "a,b,c"):
         with pytest.raises(ConfigError, match="expected START,INCREMENT,SAMPLES"):

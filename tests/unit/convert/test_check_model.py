@@ -20,6 +20,7 @@ from llava_mcore.config.flags import ALL_FLAGS
 from llava_mcore.convert.check import check_folder, check_manifest
 from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.convert.logits_worker import LogitsLayout
 from llava_mcore.errors import CheckpointError, ConversionError
 from llava_mcore.models.model_table import mapping_table
 from llava_mcore.weights.table import ROW, Entry, MappingTable
@@ -195,11 +196,11 @@ def test_what_cannot_be_compared_says_so(
     hf: Path, picture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConversionError, match="needs an image and a processor"):
-        compare_logits(hf, tmp_path, tmp_path / "none.jpg", tp=1, pp=1)
+        compare_logits(hf, tmp_path, tmp_path / "none.jpg", layout=LogitsLayout())
     available = replace_available(2_000_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
     with pytest.raises(ConversionError, match=r"needs about 5.0 GB of memory .* 2.0 GB are available"):
-        compare_logits(hf, tmp_path, picture, tp=2, pp=2)
+        compare_logits(hf, tmp_path, picture, layout=LogitsLayout(2, 2))
     assert check.main(["--hf-dir", str(hf), "--logits", str(picture)]) == 2
     assert "--logits compares two models" in capsys.readouterr().err
 

@@ -21,6 +21,7 @@ from llava_mcore.convert.check import check_checkpoint
 from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.convert.logits_worker import LogitsLayout
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.weights.slices import TensorSlice
 from tests.helpers.photos import CHINA
@@ -103,12 +104,12 @@ def test_logits_of_published_files_are_those_of_transformers(folders: dict[str, 
     folder = folders["transposed"]
     checkpoint = latest_checkpoint(folder.parent / "megatron")[0]
     assert "bit for bit" in check_checkpoint(folder, folder.parent / "megatron", tp=1)
-    got = compare_logits(folder, checkpoint, CHINA, tp=2, cp=2, pp=1, ep=2)
+    got = compare_logits(folder, checkpoint, CHINA, layout=LogitsLayout(tp=2, cp=2, ep=2))
     assert got.difference <= 1e-5 and not got.not_compared
     with pytest.raises(ConversionError, match=r"does not find the experts of Qwen3VLMoe.*it expects model\.language"):
-        compare_logits(folders["one by one"], checkpoint, CHINA, tp=1, pp=1)
+        compare_logits(folders["one by one"], checkpoint, CHINA, layout=LogitsLayout())
     with pytest.raises(ConversionError, match="--ep 3 does not divide the number of experts, which is 8"):
-        compare_logits(folder, checkpoint, CHINA, tp=1, pp=1, ep=3)
+        compare_logits(folder, checkpoint, CHINA, layout=LogitsLayout(ep=3))
 
 
 def test_a_language_model_of_another_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from llava_mcore.cli.import_hf import main
 from llava_mcore.convert.compare_logits import compare_logits
 from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.convert.logits_worker import LogitsLayout
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.families.registry import texts_of_any_class
@@ -76,7 +77,7 @@ def leave_fused_rows(entries: dict[str, Entry]) -> None:
 
 def test_logits_and_every_module_agree(gemma: Path, tmp_path: Path) -> None:
     import_hf(gemma, tmp_path / "m", tensor_parallel=2, verify=True)
-    got = compare_logits(gemma, latest_checkpoint(tmp_path / "m")[0], CHINA, tp=2, pp=1)
+    got = compare_logits(gemma, latest_checkpoint(tmp_path / "m")[0], CHINA, layout=LogitsLayout(tp=2))
     assert got.difference <= 1e-5 < got.largest
     # embedding, patches, positions, projector, final norm; 3 layers of the tower, 4 of Gemma 3
     assert (got.num_modules, got.not_compared) == (6 + 3 * 9 + 4 * 14, ())
@@ -102,7 +103,7 @@ def test_tensors_that_are_wrong_in_both_directions_are_named(
     mutate(monkeypatch, change)
     import_hf(hf, tmp_path / "m", verify=True)  # hashes agree: both directions are wrong in the same way
     with pytest.raises(ConversionError, match=f"first difference: .*{re.escape(expected)}"):
-        compare_logits(hf, latest_checkpoint(tmp_path / "m")[0], CHINA, tp=1, pp=1)
+        compare_logits(hf, latest_checkpoint(tmp_path / "m")[0], CHINA, layout=LogitsLayout())
 
 
 def test_an_export_generates_what_the_source_does(gemma: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import re
 from collections import Counter
@@ -265,8 +266,11 @@ def test_default_number_of_streams() -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_smaller_micro_batches_lose_nothing(dataset: Path, assets: Assets, packing: bool) -> None:
+def test_smaller_micro_batches_lose_nothing(
+    dataset: Path, assets: Assets, packing: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """As after an out-of-memory error: each of 2 streams continues with its very next sample."""
+    caplog.set_level(logging.INFO, logger="llava_mcore")
     options: dict[str, Any] = {"num_streams": 2, "packing": packing, "packing_buffer_size": 5}
     uninterrupted = open_loader(dataset, assets, micro_batch_size=1, **options)
     per_stream: dict[int, list[str]] = {0: [], 1: []}
@@ -285,6 +289,11 @@ def test_smaller_micro_batches_lose_nothing(dataset: Path, assets: Assets, packi
         saved = [loader.state()]
         loader.close()
     assert sum(map(len, seen.values())) >= 36 + 18 + 26
+    said = [x.getMessage() for x in caplog.records if "other samples" in x.getMessage()]
+    assert [x.partition(":")[0] for x in said] == [
+        "micro-batches have 2 samples now, and had 4",
+        "micro-batches have 1 samples now, and had 2",
+    ]
     assert all(keys_ == per_stream[n][: len(keys_)] for n, keys_ in seen.items())
     with pytest.raises(DataError, match=r"training\.micro_batch_size: saved with 1, now 2; it may become 1$"):
         open_loader(dataset, assets, micro_batch_size=2, saved=saved, **options)

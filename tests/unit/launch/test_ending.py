@@ -46,6 +46,8 @@ def test_results_of_a_finished_run(saved: Path) -> None:
         f"checkpoint: {saved / 'iter_0000010'}",
         f"as a Hugging Face folder: python -m llava_mcore export-hf --megatron-dir {saved} --hf-dir FOLDER",
     ]
+    adapted = last_lines(run_in(saved.parent, *SAVING, "adapter.r=8"), 0)
+    assert adapted[-1].startswith("as a PEFT adapter (--merge: a whole model): python -m llava_mcore export-hf ")
     assert last_lines(run_in(saved.parent), 0) == lines[:1], "nothing was saved, and an older run wrote the others"
 
 

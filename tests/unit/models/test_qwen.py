@@ -24,6 +24,7 @@ from llava_mcore.config.rules.parallel import check_stages
 from llava_mcore.config.sections.data import PixelRange
 from llava_mcore.convert.compare_logits import check_logits
 from llava_mcore.convert.import_hf import import_hf
+from llava_mcore.convert.logits_worker import LogitsLayout
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.processors.images import decode_image
 from llava_mcore.data.processors.pixel_range import write_pixel_range
@@ -235,7 +236,7 @@ def test_layers_that_take_inner_features_stay_on_the_first_stage(folders: dict[s
     with pytest.raises(ConfigError, match=r"on the first stage, which has 1 \(--pp 4\)"):
         usable_checkpoint(tmp_path / "m", Layout(1, 4, 1), None)
     with pytest.raises(ConversionError, match=r"on the first stage, which has 1 \(--pp 4\)"):
-        check_logits(folders["qwen3_vl"], tmp_path / "m", CHINA, tp=1, pp=4)
+        check_logits(folders["qwen3_vl"], tmp_path / "m", CHINA, layout=LogitsLayout(pp=4))
     with pytest.raises(ConfigError, match="on the first stage, which has 1"):
         require_deepstack_layers(2, 1)
 

@@ -40,8 +40,12 @@ def folder(tmp_path: Path) -> Path:
 def test_the_best_command_is_one_that_run_accepts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--hf-dir", str(folder), "--gpus", "8", "--gpu", "h100", *PACKS]
     assert plan.main([*arguments, "--best"]) == 0
-    command = shlex.split(capsys.readouterr().out)
+    line = capsys.readouterr().out
+    command = shlex.split(line)
     assert command[:4] == ["python", "-m", "llava_mcore", "train"]
+    assert plan.main([*arguments, "--save-dir", "runs"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "to run it, add --megatron-load-dir, --data-path, --train-iters"
     more = ["--save-dir", "runs", "--train-iters", "1"]
     run = parse_command_line([*command[4:], *more], "train").load()
     assert run.launch.num_gpus == 8

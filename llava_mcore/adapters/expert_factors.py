@@ -3,6 +3,9 @@
 PEFT (`target_parameters`) has them as A [r * E, h] and B [o, r * E], where B's columns count experts first, and wraps
 the module of the experts once for each tensor. It has no DoRA and no dropout for them.
 
+Where ranks divide each expert's outputs (expert tensor parallelism), they divide B's rows in the same way, and A's
+columns where they divide its inputs. Each has all of the other factor, and the sum of its gradients.
+
 E: experts, e: those of this rank, t: tokens that came to them, r: rank, h: inputs, o: outputs of a matrix.
 """
 
@@ -15,18 +18,19 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llava_mcore.adapters.linear_layers import HfLinear
 from llava_mcore.adapters.targets import LoraSettings
+from llava_mcore.models.language.expert_parts import ExpertPart
 from llava_mcore.models.language.experts import ExpertMatrices
 from llava_mcore.models.language.grouped_products import grouped_product
 
-_PLACE = "expert_place"
-"""Mark of a parameter: this rank's place among those that divide experts, their number, and the replica's number."""
+_PART = "expert_part"
+"""Mark of a parameter: this rank's part of the factors of all experts."""
 
 
 class ExpertFactors(nn.Module):
@@ -44,10 +48,10 @@ class ExpertFactors(nn.Module):
     @torch.no_grad()
     def fill(self, A: Tensor, B: Tensor) -> None:
         """Take this rank's experts from PEFT's A [r * E, h] and B [o, r * E]."""
-        rank, size, _ = vars(self.lora_A)[_PLACE]
-        num_experts = size * len(self.lora_A)
-        self.lora_A.copy_(A.unflatten(0, (num_experts, -1)).chunk(size)[rank])
-        self.lora_B.copy_(B.unflatten(1, (-1, num_experts)).permute(2, 0, 1).chunk(size)[rank])
+        of_A, of_B = _part(self.lora_A), _part(self.lora_B)
+        num_experts = of_A.ep_size * len(self.lora_A)
+        self.lora_A.copy_(of_A.cut(A.unflatten(0, (num_experts, -1))))
+        self.lora_B.copy_(of_B.cut(B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)))
 
 
 def new_expert_factors(module: ExpertMatrices, plan: LoraSettings, member: HfLinear, seed: int) -> ExpertFactors:
@@ -55,19 +59,25 @@ def new_expert_factors(module: ExpertMatrices, plan: LoraSettings, member: HfLin
 
     They do not depend on the layout: every rank draws A of all experts and keeps its own.
     """
-    weight, ep, lora_rank = module.weight, module.groups.ep, plan.lora_ranks[member.name]
+    weight, lora_rank = module.weight, plan.lora_ranks[member.name]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {plan.name} {member.part} {member.key}".encode()))
     bound = member.inputs**-0.5  # kaiming_uniform_(a=sqrt(5)), as torch.nn.Linear's
     full = torch.empty(member.experts, lora_rank, member.inputs).uniform_(-bound, bound, generator=generator)
+    # Ranks divide B's rows, or A's columns, as they divide the matrices.
+    divides_outputs = module.split_dim == 1
+    of_A = ExpertPart.of(module.groups, None if divides_outputs else 2)
+    of_B = ExpertPart.of(module.groups, 1 if divides_outputs else None, module.num_blocks)
     device = torch.device("cpu") if weight.is_meta else weight.device
-    A = Parameter(full.chunk(ep.size())[ep.rank()].to(device, weight.dtype, copy=True))
-    B = Parameter(torch.zeros(len(A), member.outputs, lora_rank, dtype=weight.dtype, device=device))
-    for parameter in (A, B):
+    A = Parameter(of_A.cut(full).to(device, weight.dtype, copy=True))
+    rows = member.outputs // (of_B.num_parts if divides_outputs else 1)
+    B = Parameter(torch.zeros(len(A), rows, lora_rank, dtype=weight.dtype, device=device))
+    for parameter, part in ((A, of_A), (B, of_B)):
         # Marks as those of the experts themselves: over which ranks gradients are added up, and who counts them.
-        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        is_divided = part.split_dim is not None or part.num_parts == 1
+        set_tensor_model_parallel_attributes(parameter, is_parallel=is_divided, dim=part.split_dim or 0, stride=1)
         marks = vars(parameter)
         marks |= {name: vars(weight)[name] for name in ("allreduce", "of_experts")}
-        marks[_PLACE] = (ep.rank(), ep.size(), module.groups.expt_dp.rank())
+        marks[_PART] = part
     factors = ExpertFactors(A, B)
     factors.requires_grad_(plan.is_trained)
     return factors
@@ -80,15 +90,27 @@ def add_to_output(module: ExpertMatrices, adapters: Sequence[tuple[ExpertFactors
         x, ends = inputs
         product = partial(grouped_product, ends=ends)
         for factors, scaling in adapters:
-            output = output + product(product(x, factors.lora_A), factors.lora_B) * scaling
+            A, B = shared(factors.lora_A), shared(factors.lora_B)
+            output = output + product(product(x, A), B) * scaling
         return output
+
+    def shared(factor: Parameter) -> Tensor:
+        """Return a factor; of one that several ranks have, the gradients are added up, as each has a part of them."""
+        part, group = _part(factor), module.groups.expt_tp
+        if part.split_dim is not None or part.num_parts == 1:
+            return factor
+        copied: Tensor = copy_to_tensor_model_parallel_region(factor, group)
+        return copied
 
     module.register_forward_hook(hook)
 
 
-def sharded_factor(key: str, parameter: Tensor) -> ShardedTensor | None:
+def sharded_factor(key: str, parameter: Tensor) -> ShardedTensor | ShardedTensorFactory | None:
     """Return a factor of experts as ranks divide it; None: it is none."""
-    if _PLACE not in vars(parameter):
-        return None
-    rank, size, replica = vars(parameter)[_PLACE]
-    return ShardedTensor.from_rank_offsets(key, parameter, (0, rank, size), replica_id=(0, 0, replica))
+    return _part(parameter).sharded(key, parameter) if _PART in vars(parameter) else None
+
+
+def _part(parameter: Tensor) -> ExpertPart:
+    part = vars(parameter)[_PART]
+    assert isinstance(part, ExpertPart)
+    return part

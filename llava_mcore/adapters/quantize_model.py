@@ -64,6 +64,13 @@ def quantize_model(models: Sequence[VisionLanguageModel], layers: ModelLayers, k
     )
 
 
+def keep_experts_in_fp8(models: Sequence[VisionLanguageModel], layers: ModelLayers) -> None:
+    """Keep the experts of a rank's chunks, which multiply in FP8, in FP8 only."""
+    for model in models:
+        for _, experts in frozen_experts(model, layers):
+            experts.keep_in_fp8()
+
+
 def _stacked(quantized: Quantized, shape: torch.Size) -> Tensor:
     """Return the matrices [e, n, k] again."""
     return quantized.dequantize().view(shape)

@@ -12,11 +12,11 @@ from llava_mcore.cli.base.shared_flags import (
     add_answer_flags,
     add_frame_flags,
     add_loading_flags,
+    frame_sampling_of,
     quantization_of,
     reading_of,
     sampling_of,
 )
-from llava_mcore.prepare.sampling import Sampling
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (lines can then be edited and repeated)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         sampling=sampling,
     )
     torch.manual_seed(args.seed)
-    chat = Chat(model, settings, Sampling(args.video_fps, args.video_max_frames), _say)
+    chat = Chat(model, settings, frame_sampling_of(args), _say)
     for path in args.image:
         chat.show_picture(str(path))
     _say(f"{args.hf_dir} on {model.model.device}; /help lists the commands\n")

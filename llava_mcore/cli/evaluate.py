@@ -14,6 +14,7 @@ from llava_mcore.cli.base.shared_flags import (
     DTYPE_NAMES,
     SPLITS,
     add_answer_flags,
+    add_layout_flags,
     positive,
     reading_of,
     sampling_of,
@@ -43,8 +44,7 @@ def parser() -> argparse.ArgumentParser:
     models.add_argument("--hf-dir", type=Path, action="append", default=[], help="Hugging Face folder")
     models.add_argument("--megatron-dir", type=Path, action="append", default=[], help="Megatron checkpoint; no tasks")
     models.add_argument("--base-dir", type=Path, metavar="DIR", help=BASE_DIR_HELP)
-    models.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel size (default 1)")
-    models.add_argument("--pp", type=positive, metavar="N", help="pipeline-parallel size (default 1)")
+    add_layout_flags(models)
     models.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype in memory (default: that of config.json)")
     batch_help = "questions that a Megatron checkpoint or lm-eval answers at the same time (default 1)"
     models.add_argument("--batch-size", type=positive, metavar="N", help=batch_help)
@@ -82,7 +82,7 @@ def answer_defaults() -> dict[str, Any]:
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Return the flags with the defaults of those that were not given."""
-    defaults = answer_defaults() | {"tp": 1, "pp": 1, "batch_size": 1}
+    defaults = answer_defaults() | {"tp": 1, "cp": 1, "pp": 1, "batch_size": 1}
     absent = {name: value for name, value in defaults.items() if vars(args)[name] is None}
     return argparse.Namespace(**(vars(args) | absent))
 
@@ -167,7 +167,7 @@ def layout_of(args: argparse.Namespace) -> Layout:
     """Return how a Megatron checkpoint is divided."""
     from llava_mcore.inference.answering.job import Layout
 
-    return Layout(args.tp, args.pp, args.batch_size)
+    return Layout(args.tp, args.pp, args.batch_size, cp=args.cp)
 
 
 def base_dir_of(args: argparse.Namespace, folder: Path) -> Path | None:
@@ -213,8 +213,8 @@ def _without_effect(typed: argparse.Namespace) -> Iterator[str]:
         yield "--batch-size: only for --megatron-dir and --tasks"
     if typed.base_dir is not None and not typed.megatron_dir:
         yield "--base-dir: only for --megatron-dir"
-    if (typed.tp is not None or typed.pp is not None) and not typed.megatron_dir:
-        yield "--tp and --pp: only for --megatron-dir; transformers runs a Hugging Face folder in one process"
+    if not typed.megatron_dir and any(x is not None for x in (typed.tp, typed.cp, typed.pp)):
+        yield "--tp, --cp and --pp: only for --megatron-dir; transformers runs a Hugging Face folder in one process"
 
 
 def _wrong_file(path: Path | None) -> Iterator[str]:

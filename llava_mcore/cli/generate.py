@@ -14,14 +14,15 @@ from llava_mcore.cli.base.shared_flags import (
     SPLITS,
     add_answer_flags,
     add_frame_flags,
+    add_layout_flags,
     add_loading_flags,
+    frame_sampling_of,
     positive,
     quantization_of,
     reading_of,
     sampling_of,
 )
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.prepare.sampling import Sampling
 
 if TYPE_CHECKING:
     from llava_mcore.data.samples import Conversation
@@ -40,15 +41,14 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m llava_mcore generate",
         allow_abbrev=False,
         description="Answer a question about images, videos or audio clips, or all questions of a prepared dataset. "
-        "A Hugging Face folder is run by transformers, a Megatron checkpoint by tp x pp processes with a key/value "
-        "cache. Both give the same tokens. Runs on GPUs if there are any.",
+        "A Hugging Face folder is run by transformers, a Megatron checkpoint by tp x cp x pp processes with a "
+        "key/value cache. Both give the same tokens. Runs on GPUs if there are any.",
     )
     # Which model answers.
     model = p.add_argument_group("the model: one of --hf-dir and --megatron-dir")
     model.add_argument("--hf-dir", type=Path, help="Hugging Face folder")
     model.add_argument("--megatron-dir", type=Path, help="Megatron checkpoint, or a folder of them (newest is used)")
-    model.add_argument("--tp", type=positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
-    model.add_argument("--pp", type=positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
+    add_layout_flags(model, default=1)
     model.add_argument(
         "--batch-size", type=positive, metavar="N",
         help="questions of a dataset that a Megatron checkpoint answers at the same time (default 8)",
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hf_dir is not None:
         records = answer_folder(args.hf_dir, job, quantization=quantization_of(args))
     else:
-        layout = Layout(args.tp, args.pp, _num_rows(args))
+        layout = Layout(args.tp, args.pp, _num_rows(args), cp=args.cp)
         records = answer_checkpoint(args.megatron_dir, job, layout, args.base_dir)
     if args.data_path is None:
         if records[0].problem is not None:
@@ -118,8 +118,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         errors.append("--split, --num-samples and --every-answer belong to --data-path")
     if args.batch_size is not None and (args.megatron_dir is None or args.data_path is None):
         errors.append("--batch-size is for the questions of --data-path to --megatron-dir")
-    if args.hf_dir is not None and args.tp * args.pp > 1:
-        errors.append("--tp and --pp are for --megatron-dir: transformers runs a Hugging Face folder in one process")
+    if args.hf_dir is not None and args.tp * args.cp * args.pp > 1:
+        errors.append(
+            "--tp, --cp and --pp are for --megatron-dir: transformers runs a Hugging Face folder in one process"
+        )
     if args.hf_dir is not None and args.base_dir is not None:
         errors.append("--base-dir is for --megatron-dir")
     if args.megatron_dir is not None and (args.load_in_4bit or args.load_in_8bit):
@@ -139,7 +141,7 @@ def _asked(args: argparse.Namespace, reading: ReadOptions) -> Conversation | Dat
     from llava_mcore.inference.answering.user_files import MediaFiles, conversation_of_files
 
     if args.data_path is None:
-        sampling = Sampling(args.video_fps, args.video_max_frames)
+        sampling = frame_sampling_of(args)
         files = MediaFiles(args.image, args.video, args.audio)
         return conversation_of_files(args.question, files, reading.limits, sampling)
     path = args.data_path if "://" in args.data_path else Path(args.data_path)

@@ -16,6 +16,7 @@ from llava_mcore.cli.base.shared_flags import (
     add_frame_flags,
     add_pixel_flags,
     add_sample_flags,
+    frame_sampling_of,
     limits_of,
     pixels_of,
     positive,
@@ -24,7 +25,6 @@ from llava_mcore.cli.base.shared_flags import (
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.near_match import require_exists
 from llava_mcore.prepare.formats import FORMATS
-from llava_mcore.prepare.sampling import Sampling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,6 +114,7 @@ def _add_shard_flags(p: argparse.ArgumentParser) -> None:
         "--samples-per-shard", type=positive, metavar="N",
         help="rows per tar file; --val-ratio counts these files (default 1000, or fewer for --val-ratio of few rows)",
     )  # fmt: skip
+    p.add_argument("--max-rows", type=positive, metavar="N", help="only the first N rows of the sources (default: all)")
     p.add_argument("--shuffle-seed", type=int, default=0, metavar="N", help="seed of the order of rows (default 0)")
     p.add_argument("--keep-order", action="store_true", help="do not shuffle: rows keep the order of the sources")
     p.add_argument(
@@ -159,13 +160,14 @@ def run(args: argparse.Namespace) -> int:
 
     options = Options(
         rows_per_shard=args.samples_per_shard,
+        most_rows=args.max_rows,
         val_ratio=args.val_ratio,
         shuffle_seed=None if args.keep_order else args.shuffle_seed,
         counting=_counting(args),
         pack_to=args.pack_to,
         sample_multiple=args.sample_multiple,
         check_images=args.check_images,
-        sampling=Sampling(args.video_fps, args.video_max_frames),
+        sampling=frame_sampling_of(args),
         limits=limits_of(args),
     )
     # A listing prepares a dataset for each of its sources, and a blend of them.
@@ -270,21 +272,14 @@ def _prepare_listed(args: argparse.Namespace, options: Options, console: Console
 def _prepare(
     sources: Sequence[str], opening: Opening, out: Path, args: argparse.Namespace, options: Options, console: Console
 ) -> Result:
-    from llava_mcore.prepare.journal import Journal
+    from llava_mcore.prepare.locate import locate
     from llava_mcore.prepare.prepare_source import prepare
-    from llava_mcore.prepare.shard_plan import SourcePaths
-    from llava_mcore.prepare.sources.fetch import fetch, is_url
 
     with PrepareBar(console) as bar:
-        paths = [Path(source) for source in sources]
-        if any(map(is_url, sources)):
-            with Journal(out) as journal:  # so that no other command writes there
-                for index, source in enumerate(sources):
-                    if is_url(source):
-                        bar.begin(f"fetching {source}", None)
-                        paths[index] = fetch(source, journal.scratch / "source")
+        keep_order = options.shuffle_seed is None
+        located = locate(sources, opening, out, bar, keep_order=keep_order)
         return prepare(
-            SourcePaths(tuple(paths), opening),
+            located,
             out,
             options,
             bar,

@@ -60,6 +60,8 @@ _TENSOR = Needs("parallel.tensor_model_parallel_size", at_least=2)
 _PIPELINE = Needs("parallel.pipeline_model_parallel_size", at_least=2)
 _TENSOR_OR_CONTEXT = Needs("parallel.tensor_model_parallel_size", "parallel.context_parallel_size", at_least=2)
 _CONTEXT = Needs("parallel.context_parallel_size", at_least=2)
+_HIERARCHICAL = Needs("parallel.cp_comm_type", value="a2a+p2p")
+CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 
 
 class ParallelConfig(Section):
@@ -73,10 +75,14 @@ class ParallelConfig(Section):
     """Pipeline stages that the layers are divided into."""
     context_parallel_size: Annotated[Parts, Flag("--cp")] = 1
     """Processes that divide the tokens of every sample, for long ones (context parallelism)."""
-    cp_comm_type: Annotated[Literal["p2p", "a2a", "all_gather"] | None, Flag("--cp-comm-type"), _CONTEXT] = None
+    cp_comm_type: Annotated[CpCommType | None, Flag("--cp-comm-type"), _CONTEXT] = None
     """With context parallelism on GPUs, how attention reaches the tokens of the other processes: keys and values go
-    around (p2p), heads are exchanged for tokens (a2a), or all keys and values are gathered (all_gather). Not given:
-    p2p, which works with any number of heads."""
+    around (p2p), heads are exchanged for tokens (a2a), all keys and values are gathered (all_gather), or neighbors
+    exchange heads and groups of them pass keys and values around (a2a+p2p). Not given: p2p, which works with any number
+    of heads."""
+    cp_a2a_size: Annotated[Parts | None, Flag("--cp-a2a-size"), _HIERARCHICAL] = None
+    """With --cp-comm-type a2a+p2p, neighbors that exchange heads for tokens, such as those of a node. The groups of
+    them, --cp / this many, pass keys and values around."""
     num_layers_in_first_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
     """Decoder layers of the first pipeline stage, which also has the vision tower. Not given: like the others."""
     num_layers_in_last_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None

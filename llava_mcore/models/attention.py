@@ -40,20 +40,36 @@ def kernel_takes(query: Tensor) -> bool:
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
-    """Return [s, b, n*d] for [s, b, n or g, d]."""
-    s, b = q.shape[:2]
-    bounds = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=q.device)
+    """Return [s, b, n*d] for [s, b, n, d] and keys, values [k, b, g, d], of which the queries are the last tokens."""
+    (s, b), num_keys = q.shape[:2], len(k)
+    bounds, of_keys = (torch.arange(0, b * x + 1, x, dtype=torch.int32, device=q.device) for x in (s, num_keys))
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
-    out = attend_packed(q, k, v, bounds, s, scale=scale, window=window)
+    out = attend_packed(q, k, v, bounds, s, scale=scale, window=window, of_keys=(of_keys, num_keys))
     return out.unflatten(0, (b, s)).transpose(0, 1)
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int | None,
+    of_keys: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """Return [t, n*d] for [t, n or g, d]. bounds: int32 [sequences + 1], the last of which is t."""
+    """Return [t, n*d] for [t, n or g, d].
+
+    Args:
+        bounds: int32 [sequences + 1], the last of which is t.
+        longest: length of the longest sequence.
+        of_keys: bounds and longest length of the keys of each sequence, of which the queries are the last tokens; None:
+            as many as queries.
+    """
     seen = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=seen)
+    key_bounds, most_keys = (bounds, longest) if of_keys is None else of_keys
+    out = varlen_attn(q, k, v, bounds, key_bounds, longest, most_keys, scale=scale, window_size=seen)
     assert isinstance(out, Tensor)
     return out.flatten(1)
 
@@ -132,13 +148,16 @@ class SDPAttention(MegatronModule):
 
     def _is_fused(self, query: Tensor, params: PackedSeqParams | None) -> bool:
         """Return whether torch's kernel for packed sequences computes this, instead of one call per sequence."""
-        if not self.causal or self.softcap is not None or (self.dropout and self.training):
-            return False
-        if not kernel_takes(query):
+        if not self._has_kernel(query):
             return False
         if params is None:
             return self.window is not None and query.shape[0] > self.window
         return params.cu_seqlens_kv is params.cu_seqlens_q
+
+    def _has_kernel(self, query: Tensor) -> bool:
+        if not self.causal or self.softcap is not None or (self.dropout and self.training):
+            return False
+        return kernel_takes(query)
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams | None) -> Tensor:
         if params is None:
@@ -182,6 +201,8 @@ class SDPAttention(MegatronModule):
         Without a large mask, which would be kept until the backward pass.
         """
         before = len(key) - len(query)
+        if before and self._has_kernel(query):
+            return attend_rows(query, key, value, scale=self.scale, window=self.window)
         if not self.causal or len(query) * len(key) <= LARGEST_MASK:
             return self._attend_masked(query, key, value)
         if self.window is not None and len(key) > self.window:

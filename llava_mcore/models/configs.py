@@ -118,7 +118,7 @@ class ModelOptions:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
-    cp_comm_type: Literal["p2p", "a2a", "all_gather"] | None = None
+    cp_comm_type: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] | None = None
     stages: Stages = Stages()
     sequence_parallel: bool = False
     make_vocab_size_divisible_by: int = 128

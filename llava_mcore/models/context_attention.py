@@ -36,10 +36,24 @@ def attend_chunks(
         bounds: see `local_tokens`.
         bounds_on_device: the same on the device; None: of a single sequence.
     """
-    cp_size = group.size()
-    # One message for keys and values, put back into the order of the row.
     row = DividedRow.of(len(query), bounds_on_device, query.device, group)
-    gathered = row.gather(torch.stack([key, value], dim=1))
+    return attend_gathered(query, gathered_pairs(key, value, row), bounds, group, attend)
+
+
+def gathered_pairs(key: Tensor, value: Tensor, row: DividedRow) -> Tensor:
+    """Return keys and values of all ranks in the order of the row, [t, 2, b, g, d]; one message, a collective call."""
+    return row.gather(torch.stack([key, value], dim=1))
+
+
+def attend_gathered(
+    query: Tensor, gathered: Tensor, bounds: Sequence[int], group: dist.ProcessGroup, attend: Attend
+) -> Tensor:
+    """Return [s, b, n * d] for this rank's queries; arguments as for `attend_chunks`.
+
+    Args:
+        gathered: see `gathered_pairs`.
+    """
+    cp_size = group.size()
     lengths = [end - start for start, end in pairwise(bounds)]
     # Each of this rank's two chunks of a sequence sees the sequence up to the chunk's own end.
     parts, done = [], 0

@@ -138,16 +138,15 @@ def count_parameters(models: Sequence[VisionLanguageModel], *, first_tp_rank: bo
     counts = dict.fromkeys(((part, trained) for part in PARTS for trained in (False, True)), 0)
     for model in models:
         is_copy = model.share_embeddings_and_output_weights and not model.pre_process
-        num_parts = model.config.expert_model_parallel_size * model.config.expert_tensor_parallel_size
+        ep, etp = model.config.expert_model_parallel_size, model.config.expert_tensor_parallel_size
         for name, parameter in model.named_parameters():
             # Experts are divided over other ranks than those of a replica: one of these counts all of them.
             of_experts = vars(parameter).get("of_experts", False)
-            is_divided = vars(parameter).get("tensor_model_parallel", False) and not of_experts
-            if not (first_tp_rank or is_divided):
+            is_divided = vars(parameter).get("tensor_model_parallel", False)
+            if not (first_tp_rank or (is_divided and not of_experts)):
                 continue
             if is_copy and name == "language_model.output_layer.weight":
                 continue
-            counts[name.partition(".")[0], parameter.requires_grad] += parameter.numel() * (
-                num_parts if of_experts else 1
-            )
+            num_parts = ep * (etp if is_divided else 1) if of_experts else 1
+            counts[name.partition(".")[0], parameter.requires_grad] += parameter.numel() * num_parts
     return [n for part in PARTS for n in (counts[part, False] + counts[part, True], counts[part, True])]

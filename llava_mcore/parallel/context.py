@@ -99,6 +99,13 @@ def local_tokens(bounds: Sequence[int], cp_size: int, rank: int) -> Tensor:
     return torch.cat(parts)
 
 
+def place_of(token: int, num_tokens: int, cp_size: int) -> tuple[int, int]:
+    """Return the rank that has a token of a row of one sequence, and the token's index among the rank's."""
+    size = num_tokens // (2 * cp_size)
+    chunk, index = divmod(token, size)
+    return (chunk, index) if chunk < cp_size else (2 * cp_size - 1 - chunk, size + index)
+
+
 def gathered_rows(bounds: Tensor, num_tokens: int, cp_size: int) -> Tensor:
     """Return where each token of a row is after the ranks' tokens were gathered one after the other, int64 [t].
 

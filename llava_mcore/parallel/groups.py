@@ -100,6 +100,7 @@ def initialize(
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
     context_parallel_size: int = 1,
+    cp_a2a_size: int | None = None,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int = 1,
     sharding_replicas: int = 1,
@@ -108,6 +109,7 @@ def initialize(
     """Join the world that torchrun describes and build megatron-core's groups.
 
     Args:
+        cp_a2a_size: neighbors among the context-parallel ranks that have a group of their own.
         sharding_replicas: groups of data-parallel ranks that each hold all shards of the model.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -125,10 +127,12 @@ def initialize(
     dist.init_process_group(backend, timeout=timeout)
     sizes = (tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size)
     replica, control_of_replica = replica_groups(*sizes, timeout)
+    of_levels = None if cp_a2a_size is None else [cp_a2a_size, context_parallel_size // cp_a2a_size]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         context_parallel_size=context_parallel_size,
+        hierarchical_context_parallel_sizes=of_levels,
         expert_model_parallel_size=expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
         num_distributed_optimizer_instances=sharding_replicas,
@@ -194,6 +198,13 @@ def expert_tensor_parallel_group() -> dist.ProcessGroup:
 def context_parallel_group() -> dist.ProcessGroup:
     """Return the group of this rank's context-parallel ranks."""
     return parallel_state.get_context_parallel_group()
+
+
+def context_parallel_levels() -> list[dist.ProcessGroup]:
+    """Return the group of this rank's neighbors that exchange heads, and that of the ranks in its place in the other
+    groups of neighbors."""
+    levels: list[dist.ProcessGroup] = parallel_state.get_hierarchical_context_parallel_groups()
+    return levels
 
 
 def tensor_and_context_parallel_group() -> dist.ProcessGroup:

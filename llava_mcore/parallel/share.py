@@ -79,33 +79,30 @@ def share_step(
     batches: Sequence[TensorFields] | None,
     num_micro_batches: int,
     fields: Fields,
-    *,
-    all_tokens: bool = False,
 ) -> SharedStep:
     """Send the step's micro-batches to every rank of this model replica; a collective call.
 
     Args:
         batches: on the rank that loads data its micro-batches, elsewhere None.
         fields: those of `media`.
-        all_tokens: give every context-parallel rank all tokens.
 
     Returns:
         The micro-batches for this rank's device, without media beyond the first stage; with context parallelism this
         rank's tokens of them. With a pipeline all are padded to one length, which its fixed-size messages need.
     """
-    parts = None if batches is None else _parts(groups, batches, fields, 1 if all_tokens else groups.cp_size)
+    parts = None if batches is None else _parts(groups, batches, fields, groups.cp_size)
     # A replica of one rank has what it has read.
     if groups.replica_size == 1:
         assert parts is not None
         return _on_this_rank([part for (part,) in parts], groups.device)
     # First the shapes of all parts of all micro-batches, from host to host: receivers must know them.
-    num_parts = 1 if all_tokens else groups.cp_size
+    num_parts = groups.cp_size
     header = torch.zeros(num_micro_batches, num_parts, header_width(fields), dtype=torch.int64)
     if parts is not None:
         header = torch.tensor([[BatchHeader.of(x, fields).counts() for x in of_batch] for of_batch in parts])
     dist.broadcast(header, groups.replica_source, group=groups.control_replica)
     all_layouts = [[BatchHeader.read(row, fields) for row in rows] for rows in header.tolist()]
-    layouts = [of_batch[groups.cp_rank % num_parts] for of_batch in all_layouts]
+    layouts = [of_batch[groups.cp_rank] for of_batch in all_layouts]
     # Then lengths and tokens. Media follow when their micro-batch begins, and only on the first stage.
     lengths, bounds = _broadcast_lengths(groups, parts, layouts)
     tokens = _broadcast_tokens(groups, parts, all_layouts)
@@ -119,7 +116,7 @@ def share_step(
 
 
 def _parts(groups: Groups, batches: Sequence[TensorFields], fields: Fields, num_parts: int) -> list[list[TensorFields]]:
-    """Return the part of each micro-batch of every context-parallel rank, or the one part that all of them have."""
+    """Return the part of each micro-batch of every context-parallel rank."""
     lengths = [batch.input_ids.shape[1] for batch in batches]
     if groups.pp_size > 1:  # messages between stages have one size
         lengths = [max(lengths)] * len(lengths)
@@ -165,7 +162,7 @@ def _broadcast_tokens(
         shapes.append([planes, mask, (torch.int32, [x.num_bounds]), (torch.int32, [x.b, x.s] if x.of_blend else [0])])
     tensors = None if parts is None else [_token_tensors(part) for of_batch in parts for part in of_batch]
     num_parts = len(layouts[0])
-    return _broadcast(groups, groups.replica, tensors, shapes)[groups.cp_rank % num_parts :: num_parts]
+    return _broadcast(groups, groups.replica, tensors, shapes)[groups.cp_rank :: num_parts]
 
 
 def _broadcast_media(

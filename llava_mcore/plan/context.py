@@ -46,9 +46,14 @@ def exposed_messages(
         backward = 2 * forward
     else:  # a ring: while a part is multiplied the next one arrives, backward with the gradients of the last one
         link = (machine.gpu.network if across else machine.gpu.link) * machine.fit.link
-        message, step = of_keys / link + LATENCY, scores / cp
-        forward = (cp - 1) * max(0.0, message - step)
-        backward = (cp - 1) * max(0.0, 2 * message - 2.5 * step)
+        size = cp // layout.cp_a2a_size
+        message, step = of_keys / link + LATENCY, scores / size
+        forward = (size - 1) * max(0.0, message - step)
+        backward = (size - 1) * max(0.0, 2 * message - 2.5 * step)
+        if layout.cp_comm_type == "a2a+p2p":  # of neighbors' tokens a part of the heads goes around
+            near, tensors = layout.cp_a2a_size, 2 * tokens * (d.qkv + d.queries) / layout.tp
+            once = machine.collective(tensors, near, across_nodes=layout.tp * near > machine.gpu.per_node)
+            forward, backward = forward + once, backward + once
     # Delta nets get all tokens of a part of the heads.
     delta = machine.collective(2 * tokens * (d.delta_in + d.delta_out) / layout.tp, cp, across_nodes=across)
     share = d.delta_share

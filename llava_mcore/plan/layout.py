@@ -82,7 +82,8 @@ class RunLayout:
     ep: int = 1
     etp: int = 1
     cp: int = 1
-    cp_comm_type: Literal["p2p", "a2a", "all_gather"] = "p2p"
+    cp_comm_type: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] = "p2p"
+    cp_a2a_size: int = 1
     fsdp: Literal["none", "optim", "optim_grads", "optim_grads_params"] = "none"
     replicas: int = 1
     """Groups of data-parallel ranks that each have all shards (--hsdp)."""
@@ -198,6 +199,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         etp=parallel.expert_tensor_parallel_size,
         cp=parallel.context_parallel_size,
         cp_comm_type=parallel.cp_comm_type or "p2p",
+        cp_a2a_size=parallel.cp_a2a_size or 1,
     )
 
 

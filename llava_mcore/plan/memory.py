@@ -106,7 +106,7 @@ def _weights(layout: RunLayout, p: StageParameters) -> float:
         gathered = outside + _LAYERS_GATHERED * _largest_layer(layout, p)
         shards = (p.total - p.experts) / layout.shards + p.experts / layout.expert_dp
         return layout.weight_bytes * (shards + gathered)
-    of_decoder = (matrices + copies) * p.layers + matrices * p.experts
+    of_decoder = (matrices + copies) * (p.layers + p.experts)
     return of_decoder + layout.weight_bytes * rest + 2.0 * p.tower * layout.fp8_vision
 
 

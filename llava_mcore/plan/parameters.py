@@ -104,7 +104,7 @@ def _expert_adapters(model: Model, layout: RunLayout, num_layers: int) -> float:
     d, e = model.decoder, model.decoder.experts
     if e is None:
         return 0.0
-    of_expert = layout.adapter.experts * (2 * d.hidden + 3 * e.ffn)
+    of_expert = layout.adapter.experts * (2 * d.hidden + 3 * e.ffn / layout.etp)
     return num_layers * d.sparse_share * e.count * of_expert / layout.ep
 
 

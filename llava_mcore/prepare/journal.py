@@ -16,6 +16,7 @@ from llava_mcore.errors import DataError, problems
 from llava_mcore.files.atomic import move, write_synced
 from llava_mcore.prepare.counts import ShardReport
 from llava_mcore.prepare.output.shard_index import rows_name
+from llava_mcore.prepare.streamed_shards import CUTS
 
 
 class Journal:
@@ -117,7 +118,7 @@ class Journal:
                 (self.folder / report.name).unlink(missing_ok=True)
                 (self.folder / f"{report.name}.idx").unlink(missing_ok=True)
                 tokens_file(self.folder / report.name).unlink(missing_ok=True)
-        for notes in (*self.scratch.glob(rows_name("*")), *self.scratch.glob("*.arrow")):
+        for notes in (*self.scratch.glob(rows_name("*")), *self.scratch.glob("*.arrow"), *self.scratch.glob(CUTS)):
             notes.unlink()
         self._offsets = {}
         self._lines.unlink()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from llava_mcore.config.sections.data import Handling
@@ -20,10 +21,11 @@ from llava_mcore.prepare.journal import META, SCRATCH, Journal, write_whole
 from llava_mcore.prepare.output.finish import split_shards, write_meta
 from llava_mcore.prepare.output.shard import ShardSetup
 from llava_mcore.prepare.row_types import Skipped
-from llava_mcore.prepare.shard_plan import Options, ShardList, SourcePaths, make_plan
+from llava_mcore.prepare.shard_plan import Options, Rows, ShardList, SourcePaths, make_plan
 from llava_mcore.prepare.shard_processes import PrepareProgress, make_shards
-from llava_mcore.prepare.sources.base import SourceFile
+from llava_mcore.prepare.sources.base import RowReader
 from llava_mcore.prepare.sources.parquet import ParquetTable
+from llava_mcore.prepare.streamed_shards import StreamedShards, is_streamed
 
 SKIPPED = "skipped.jsonl"
 OFFSETS = "rows.u64"
@@ -93,26 +95,44 @@ def prepare(
     # Shards that an earlier start has finished are kept.
     with Journal(folder) as journal:
         journal.begin(plan.request, overwrite=overwrite)
-        missing = sorted(set(range(len(plan.shards))) - journal.done())
-        files = plan.files
-        if missing:
+        files, missing, num_missing, num_rows = _missing_shards(plan, options, journal)
+        first = next(missing, None)
+        written = set[int]()
+        if first is not None:
             shutil.rmtree(folder / META, ignore_errors=True)  # so that nothing looks finished in the meantime
             (folder / MANIFEST).unlink(missing_ok=True)
-            files = _with_rows_by_number(plan, journal.scratch, progress)
-            progress.begin(folder.name, sum(s.count for shard in missing for s in plan.shards[shard]))
-        # The others are written, in any order, and recorded one by one.
-        setup = ShardSetup(files, plan.how, options, folder, journal.scratch, plan.order)
-        for report in make_shards(
-            setup, assets, {shard: plan.shards[shard] for shard in missing}, num_workers, progress
-        ):
-            journal.add(report)
-        return _finish(plan, options, journal, progress, set(missing), max_skip_rate, assets, start)
+            files = _with_rows_by_number(plan, files, options, journal.scratch, progress)
+            progress.begin(folder.name, num_rows)
+            # The others are written, in any order, and recorded one by one.
+            setup = ShardSetup(files, plan.how, options, folder, journal.scratch, plan.order)
+            for report in make_shards(setup, assets, chain([first], missing), num_missing, num_workers, progress):
+                journal.add(report)
+                written.add(report.shard)
+        elif plan.rows_per_shard is not None and not journal.done():
+            raise DataError(f"{', '.join(file.name for file in plan.files)}: there are no rows")
+        return _finish(plan, options, journal, progress, written, max_skip_rate, assets, start)
 
 
-def _with_rows_by_number(plan: ShardList, scratch: Path, progress: PrepareProgress) -> tuple[SourceFile, ...]:
+def _missing_shards(
+    plan: ShardList, options: Options, journal: Journal
+) -> tuple[tuple[RowReader, ...], Iterator[tuple[int, tuple[Rows, ...]]], int | None, int | None]:
+    """Return the files, the shards that are not written yet, and their number and rows; None if nobody knows yet."""
+    done = journal.done()
+    if plan.rows_per_shard is not None:
+        files = [*filter(is_streamed, plan.files)]
+        streamed = StreamedShards(files, plan.rows_per_shard, options.most_rows, journal.scratch)
+        return streamed.files, streamed.missing(done), None, None
+    missing = sorted(set(range(len(plan.shards))) - done)
+    num_rows = sum(part.count for shard in missing for part in plan.shards[shard])
+    return plan.files, ((shard, plan.shards[shard]) for shard in missing), len(missing), num_rows
+
+
+def _with_rows_by_number(
+    plan: ShardList, files: tuple[RowReader, ...], options: Options, scratch: Path, progress: PrepareProgress
+) -> tuple[RowReader, ...]:
     """Return the files such that a shuffled row is found without reading others: Parquet files are copied."""
-    if plan.offsets is None:
-        return plan.files
+    if plan.offsets is None or plan.order is None:
+        return files
     plan.offsets.save(scratch / OFFSETS)
     tables = [file for file in plan.files if isinstance(file, ParquetTable)]
     needed, free = sum(file.num_bytes() for file in tables), shutil.disk_usage(scratch).free
@@ -123,12 +143,13 @@ def _with_rows_by_number(plan: ShardList, scratch: Path, progress: PrepareProgre
             f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Free some, choose another --out, or give "
             "--keep-order, which needs no copy"
         )
-    files = list(plan.files)
+    copied = list(files)
     for index, file in enumerate(files):
         if isinstance(file, ParquetTable):
             progress.begin(f"copying rows of {file.name}", None)
-            files[index] = file.copied_as_arrow(scratch / f"{index:06d}.arrow")
-    return tuple(files)
+            most_rows = None if options.most_rows is None else options.most_rows - plan.order.first_rows[index]
+            copied[index] = file.copied_as_arrow(scratch / f"{index:06d}.arrow", most_rows)
+    return tuple(copied)
 
 
 def _finish(

@@ -17,6 +17,9 @@ from llava_mcore.prepare.sampling import Sampling
 from llava_mcore.prepare.shuffle import BY_NUMBER, RowOffsets, ShuffledOrder
 from llava_mcore.prepare.sources.base import Cuts, SourceFile
 from llava_mcore.prepare.sources.detect import Opening, find_files
+from llava_mcore.prepare.sources.remote_file import RemoteFolder
+from llava_mcore.prepare.sources.tables import ends_hash
+from llava_mcore.prepare.streamed_shards import is_streamed
 
 FORMAT = 7
 """Incremented when other shards would be written for the same rows."""
@@ -70,6 +73,8 @@ class Options:
 
     rows_per_shard: int | None = None
     """None: MOST_ROWS, or fewer if the shards for validation would not have `val_ratio` of the rows."""
+    most_rows: int | None = None
+    """The first rows of the source that are taken; None: all."""
     val_ratio: float = 0.0
     shuffle_seed: int | None = None
     """Seed of the order of rows; None: the order of the source."""
@@ -86,9 +91,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class SourcePaths:
-    """Paths that become one folder of shards."""
+    """Paths, or files at URLs that are read where they are, that become one folder of shards."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[Path | RemoteFolder, ...]
     how: Opening = field(default_factory=Opening)
 
 
@@ -99,7 +104,6 @@ class ShardList:
     files: tuple[SourceFile, ...]
     how: Opening
     shards: tuple[tuple[Rows, ...], ...]
-    num_rows: int
     request: dict[str, Any]
     """Everything that the shards depend on, as plain containers, for comparison with an existing folder."""
     notes: tuple[str, ...] = ()
@@ -108,6 +112,8 @@ class ShardList:
     """Where shuffled rows are; its file is not written yet."""
     offsets: RowOffsets | None = None
     """Places to write into that file."""
+    rows_per_shard: int | None = None
+    """Rows of a shard if all files are read where they are: then `shards` is empty (`StreamedShards`)."""
 
 
 @dataclass(slots=True)
@@ -143,8 +149,10 @@ def make_plan(
             for a validation split.
     """
     how = replace(source.how, most_bytes=options.limits.sample_bytes)
-    names = ", ".join(map(str, source.paths))
+    names = ", ".join(path.url if isinstance(path, RemoteFolder) else str(path) for path in source.paths)
     files = [file for path in source.paths for file in find_files(path, how)]
+    if options.shuffle_seed is None and all(map(is_streamed, files)):
+        return _streamed_plan(files, source, options)
     scans = _scan(files, options, options.rows_per_shard or MOST_ROWS, on_file)
     if not scans.num_rows:
         raise DataError(f"{names}: there are no rows")
@@ -162,14 +170,16 @@ def make_plan(
             scans = _scan(files, options, rows_per_shard, on_file)
         shards = [[] for _ in range(num_shards)]
         for segment in scans.segments:
-            shards[segment.row // rows_per_shard].append(segment)
+            if segment.row < scans.num_rows:
+                part = replace(segment, count=min(segment.count, scans.num_rows - segment.row))
+                shards[segment.row // rows_per_shard].append(part)
     order = None
     if options.shuffle_seed is not None:
         places = (scans.first_rows, scans.first_offsets, offsets_file)
         order = ShuffledOrder(options.shuffle_seed, scans.num_rows, *places)
     request = {"sources": scans.known, "options": describe(source.how, replace(options, rows_per_shard=rows_per_shard))}
-    listed = (tuple(map(tuple, shards)), scans.num_rows, request, tuple(scans.notes))
-    return ShardList(tuple(files), source.how, *listed, order, scans.offsets)
+    listed = (tuple(map(tuple, shards)), request, tuple(scans.notes))
+    return ShardList(tuple(files[: len(scans.first_rows)]), source.how, *listed, order, scans.offsets)
 
 
 def _scan(files: Sequence[SourceFile], options: Options, rows_per_shard: int, on_file: Callable[[str], None]) -> _Scans:
@@ -194,10 +204,21 @@ def _scan(files: Sequence[SourceFile], options: Options, rows_per_shard: int, on
         scans.notes += [f"{file.name}: {note}" for note in scan.notes]
         scans.known.append({"file": file.name, "rows": scan.num_rows, "hash": scan.fingerprint})
         scans.num_rows += scan.num_rows
+        if options.most_rows is not None and scans.num_rows >= options.most_rows:
+            scans.num_rows = options.most_rows
+            break
     # All files that cannot be read are named at once.
     if errors:
         raise DataError(errors[0] if len(errors) == 1 else problems("the source cannot be read", errors))
     return scans
+
+
+def _streamed_plan(files: Sequence[SourceFile], source: SourcePaths, options: Options) -> ShardList:
+    """Return a plan of files whose rows are only counted while they are read."""
+    known = [{"file": file.name, "rows": None, "hash": ends_hash(file.path)} for file in filter(is_streamed, files)]
+    rows_per_shard = options.rows_per_shard or MOST_ROWS
+    request = {"sources": known, "options": describe(source.how, replace(options, rows_per_shard=rows_per_shard))}
+    return ShardList(tuple(files), source.how, (), request, rows_per_shard=rows_per_shard)
 
 
 def _rows_per_shard(num_rows: int, val_ratio: float) -> int:
@@ -233,6 +254,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--frames-fps": how.frames_fps,
         "--samples-per-shard": options.rows_per_shard,
         "--val-ratio": options.val_ratio,
+        "--max-rows": options.most_rows,
         "--shuffle-seed": options.shuffle_seed,
         "--tokenizer-load-dir, --chat-template, --lang, --special-tokens-in-text (hash)": counting,
         "--pack-to": options.pack_to,
@@ -244,4 +266,5 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--max-frames": options.limits.frames,
         "--video-fps": options.sampling.fps,
         "--video-max-frames": options.sampling.max_frames,
+        "--video-sampling": None if options.sampling.rule == "times" else options.sampling.rule,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.sharedctypes import Synchronized
@@ -37,17 +37,21 @@ class PrepareProgress(Protocol):
 def make_shards(
     setup: ShardSetup,
     assets: Assets | None,
-    shards: dict[int, tuple[Rows, ...]],
+    shards: Iterable[tuple[int, tuple[Rows, ...]]],
+    num_shards: int | None,
     num_workers: int,
     progress: PrepareProgress,
 ) -> Iterator[ShardReport]:
-    """Yield the reports of shards as they are completed, in any order."""
-    if not shards:
-        return
-    num_workers = min(num_workers, len(shards))
-    if num_workers == 0 or len(shards) == 1:  # starting processes takes seconds
+    """Yield the reports of shards as they are completed, in any order.
+
+    Args:
+        shards: read on only when a process is free for the next one.
+        num_shards: None if nobody knows yet.
+    """
+    num_workers = num_workers if num_shards is None else min(num_workers, num_shards)
+    if num_workers == 0 or num_shards == 1:  # starting processes takes seconds
         maker = ShardMaker(setup, assets, lambda: progress.advance(1))
-        for shard, segments in shards.items():
+        for shard, segments in shards:
             yield maker.make(shard, segments)
         return
     # Processes are forked from a server that has imported everything and has no threads, unlike this process.
@@ -79,19 +83,28 @@ class _Reader:
 
 
 def _collect(
-    pool: ProcessPoolExecutor, shards: dict[int, tuple[Rows, ...]], num_workers: int, reader: _Reader
+    pool: ProcessPoolExecutor, shards: Iterable[tuple[int, tuple[Rows, ...]]], num_workers: int, reader: _Reader
 ) -> Iterator[ShardReport]:
-    waiting = iter(shards.items())
+    waiting = iter(shards)
     running: set[Future[ShardReport]] = set()
-    while True:
-        while len(running) < num_workers * SHARDS_AHEAD and (following := next(waiting, None)) is not None:
-            running.add(pool.submit(_make_shard, *following))
-        if not running:
-            return
-        done, running = wait(running, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
+    error: DataError | None = None
+    ended = False
+    while running or not ended:
+        if not ended and len(running) < num_workers * SHARDS_AHEAD:
+            try:
+                following = next(waiting, None)
+            except DataError as problem:  # of a source that cannot be read on: the shards that have begun are finished
+                following, error = None, problem
+            ended = following is None
+            if following is not None:
+                running.add(pool.submit(_make_shard, *following))
+        is_full = ended or len(running) == num_workers * SHARDS_AHEAD
+        done, running = wait(running, SECONDS_BETWEEN_LOOKS if is_full else 0, FIRST_COMPLETED)
         reader.look()
         for future in done:
             yield future.result()
+    if error is not None:
+        raise error
 
 
 _maker: ShardMaker | None = None

@@ -27,8 +27,7 @@ from llava_mcore.errors import CheckpointError, LlavaMcoreError, problems
 from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.log import warn_on_failure
 from llava_mcore.parallel.agreement import agree
-from llava_mcore.parallel.groups import Groups, initialize, shut_down, wait_for_all
-from llava_mcore.parallel.random import make_deterministic, seed_everything
+from llava_mcore.parallel.groups import Groups, shut_down, wait_for_all
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
@@ -37,6 +36,7 @@ from llava_mcore.training.diagnostics import IterationProfiler, ShowFirst, show_
 from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import shared_names
 from llava_mcore.training.iterations import Iterations
+from llava_mcore.training.join_world import join_world
 from llava_mcore.training.logs.reporter import Reporter, StartTimes
 from llava_mcore.training.logs.run_record import adopt_ids
 from llava_mcore.training.loop import StopRules, TrainingLoop
@@ -83,7 +83,7 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
 
     # This rank's place among the others says which part of the model and of the data it has.
     begin("connecting")
-    groups = _join_world(run)
+    groups = join_world(run)
 
     # All ranks start from the same checkpoint, even while storage looks different to some of them.
     begin("choosing a checkpoint")
@@ -219,25 +219,6 @@ def _verify_base(run: RunConfig, groups: Groups, checkpoint: Path) -> None:
     problem = damage_found_together(groups, base)
     if problem is not None:
         raise CheckpointError(f"{base}: {problem}", on_all_ranks=True)
-
-
-def _join_world(run: RunConfig) -> Groups:
-    """Connect to the other ranks and seed the random generators."""
-    if run.training.deterministic:
-        make_deterministic()
-    assert run.parallel.backend is not None, "run.py resolves the backend"
-    groups = initialize(
-        backend=run.parallel.backend,
-        tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
-        context_parallel_size=run.parallel.context_parallel_size,
-        expert_model_parallel_size=run.parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=run.parallel.expert_tensor_parallel_size,
-        sharding_replicas=run.parallel.hsdp_replicas,
-        timeout_seconds=run.faults.timeout,
-    )
-    seed_everything(run.training.seed)
-    return groups
 
 
 def _open_assets(run: RunConfig, groups: Groups, start: StartPoint, resuming: bool) -> Assets | None:

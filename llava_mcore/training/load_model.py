@@ -8,7 +8,7 @@ from pathlib import Path
 from llava_mcore.adapters.adaptation import AdapterSetup
 from llava_mcore.adapters.attach import attach_adapters
 from llava_mcore.adapters.factors import load_adapters, load_peft_folder
-from llava_mcore.adapters.quantize_model import quantize_model
+from llava_mcore.adapters.quantize_model import keep_experts_in_fp8, quantize_model
 from llava_mcore.adapters.quantized import multiply_in_fp8
 from llava_mcore.checkpoint.dist import load_weights
 from llava_mcore.checkpoint.node_local import is_local, load_local_weights
@@ -43,6 +43,7 @@ def load_adapted(
     load_checkpoint(models, adapter_setup.base.folder, groups)
     if quantize != "none" and multiplies_in_fp8:
         raise_together(groups, lambda: multiply_in_fp8(models, adapter_setup.layers))
+        raise_together(groups, lambda: keep_experts_in_fp8(models, adapter_setup.layers))
     elif quantize != "none":
         raise_together(groups, lambda: quantize_model(models, adapter_setup.layers, quantize, groups))
 

@@ -17,6 +17,7 @@ from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.configs import Fp8Options, ModelOptions, Recompute, Stages
 from llava_mcore.models.language.families.registry import language_family
+from llava_mcore.models.language.grouped_fp8 import GROUPED_FP8_MAJOR
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.optimization.data_parallel import params_dtype
 
@@ -24,6 +25,7 @@ from llava_mcore.training.optimization.data_parallel import params_dtype
 def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initialize: bool) -> ModelOptions:
     """Return the run's options for building its model. Raises ConfigError like the functions below."""
     _require_gradients(run, groups, hf)
+    _require_grouped_fp8(run, groups, hf)
     model = run.model
     return ModelOptions(
         params_dtype=params_dtype(run),
@@ -58,6 +60,18 @@ def _require_gradients(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> 
         triton = triton_without_gradients([torch.cuda.get_device_capability()])
         if triton is not None:
             raise ConfigError(no_gradients(triton))
+
+
+def _require_grouped_fp8(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> None:
+    """Raise ConfigError for experts that this rank's GPU cannot multiply in FP8."""
+    has_experts = "num_moe_experts" in language_family(hf.text_config).config_from_hf(hf.text_config)
+    if run.training.fp8 and has_experts and groups.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        if major != GROUPED_FP8_MAJOR:
+            raise ConfigError(
+                f"--fp8 multiplies experts by torch's grouped product, which is for GPUs of compute capability "
+                f"{GROUPED_FP8_MAJOR}.0 (Hopper); this one has {major}.{minor}: omit the flag"
+            )
 
 
 def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Literal["transformer_engine", "local"]:

@@ -257,7 +257,8 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     logger.info("%s", "\n".join([f"{'part':<18} {'parameters':>16} {'trained':>16}", *lines]))
     config = models[0].config
     tower = models[0].vision_model.config.fp8 if models[0].pre_process else None
-    fp8 = ", FP8" + (", also of the tower" if tower else "") if config.fp8 else ""
+    scales = ", experts with a scale for each token and each row of a matrix" if config.num_moe_experts else ""
+    fp8 = ", FP8" + (", also of the tower" if tower else "") + scales if config.fp8 else ""
     logger.info("layers: %s%s", config.transformer_impl, fp8)
     experts = f", experts: ep {groups.ep_size} x etp {groups.etp_size}" if config.num_moe_experts else ""
     context = f" x cp {groups.cp_size}" if groups.cp_size > 1 else ""

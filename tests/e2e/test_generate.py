@@ -50,13 +50,14 @@ def answers(root: Path, name: str, *model: object) -> bytes:
 
 
 def test_answers_at_every_layout(root: Path) -> None:
-    """The command runs here; the processes that it starts for tp x pp are forked from the tests' server."""
+    """The command runs here; the processes that it starts are forked from the tests' server."""
     expected = answers(root, "hf", "--hf-dir", root / "hf")
     lines = [json.loads(line) for line in expected.splitlines()]
     assert len(lines) == NUM_PICTURES and len({line["answer"] for line in lines}) > 3
-    for tp, pp in ((1, 1), (2, 2)):  # the others: tests/parallel/test_generate.py
-        found = answers(root, f"{tp}{pp}", "--megatron-dir", root / "megatron", "--tp", tp, "--pp", pp)
-        assert found == expected, (tp, pp)
+    for tp, cp, pp in ((1, 1, 1), (2, 1, 2), (1, 2, 1)):  # the others: tests/parallel/test_generate.py
+        layout = ("--tp", tp, "--cp", cp, "--pp", pp)
+        found = answers(root, f"{tp}{cp}{pp}", "--megatron-dir", root / "megatron", *layout)
+        assert found == expected, layout
 
 
 def test_what_fails_in_the_processes_is_one_message(root: Path) -> None:

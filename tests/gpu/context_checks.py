@@ -14,7 +14,7 @@ from tests.parallel.training_checks import make_trainer
 
 STEPS = 4
 LOCAL = "local"
-WAYS: tuple[str | None, ...] = (LOCAL, None, "p2p", "a2a")
+WAYS: tuple[str | None, ...] = (LOCAL, None, "p2p", "a2a", "all_gather", "a2a+p2p")
 """Torch's layers, and with Transformer Engine's what --cp-comm-type takes for packs."""
 
 
@@ -24,15 +24,19 @@ def losses(
     """Return losses and gradient norms of a few steps of each case, packed: with torch's layers, and with Transformer
     Engine's in every way."""
     tp, cp, pp = layout
-    groups = join(tp, pp, cp=cp)
+    neighbors = 2 if cp == 4 else None
+    groups = join(tp, pp, cp=cp, a2a=neighbors)
     found = {}
     for name, case in cases.items():
         for way in ways:
+            if way == "a2a+p2p" and neighbors is None:
+                continue
             flags: dict[str, Any] = {"training.global_batch_size": 3, "training.train_iters": STEPS}
             flags |= {"training.precision": "bf16", "optimizer.lr": 2e-5, "optimizer.lr_warmup_fraction": 0.0}
             if way != LOCAL:
                 flags |= {"model.transformer_impl": "transformer_engine"}
                 flags |= {"parallel.cp_comm_type": way} if cp > 1 else {}
+                flags |= {"parallel.cp_a2a_size": neighbors} if way == "a2a+p2p" else {}
             run = configure(layout, case["checkpoint"], save_dir, **flags)
             trainer = make_trainer(groups, run)
             steps = [case["all"], case["single"], case["text"]] * STEPS

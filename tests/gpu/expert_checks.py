@@ -16,9 +16,12 @@ from tests.parallel.frozen_checks import AWARE, OFFLOAD
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer
 
+FP8 = {"training.fp8": True, "training.micro_batch_size": 4}  # 4 x 48 tokens: a multiple of 16 and of 2 ranks' 16
+TENSORWISE = FP8 | {"training.fp8_recipe": "tensorwise"}
+
 
 def kinds(save_dir: str, pp: int) -> dict[str, dict[str, Any]]:
-    """Return options that hold on to the state of several optimizers, by name."""
+    """Return options that hold on to the state of several optimizers, and those of FP8, by name."""
     own_disk = {"checkpoint.non_persistent_save_interval": 1, OWN_DISK: f"{save_dir}/disk"}
     found: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -27,6 +30,9 @@ def kinds(save_dir: str, pp: int) -> dict[str, dict[str, Any]]:
         "half": HALF_MOMENTS,
         "offload": OFFLOAD,
         "own disk": own_disk,
+        "delayed": FP8,
+        "tensorwise, computed again": TENSORWISE | {"model.recompute": "selective"},
+        "tensorwise, a layer in bf16": TENSORWISE | {"training.fp8_first_layers_bf16": 1},
     }
     if pp > 1:
         found["interleaved"] = {"parallel.num_layers_per_virtual_pipeline_stage": 1, "training.micro_batch_size": 1}
@@ -56,13 +62,28 @@ def save_and_resume(layout: Layout, checkpoint: str, save_dir: str, hf: str) -> 
     return found
 
 
-def with_and_without_graphs(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, Curve]:
-    """Return losses and gradient norms of packed training, with routers' terms, without and with graphs."""
-    groups = join(*layout)
+def adapters_in_fp8(checkpoint: str, save_dir: str) -> dict[str, list[float]]:
+    """Return losses of adapters on everything: in bf16, in FP8, and without a 16-bit copy of what is frozen."""
+    groups = join(1, 1)
+    adapter = {"adapter.r": 8, "adapter.expert_r": 4, "model.freeze_vision_model": True}
+    flags = {"bf16": {}, "fp8": TENSORWISE, "only fp8": TENSORWISE | {"adapter.quantize": "fp8"}}
     found = {}
-    for name, on in (("without", False), ("with", True)):
-        flags = BF16 | PACKED | {"model.cuda_graphs": on, "router.aux_loss_coef": 0.01}
-        trainer = make_trainer(groups, configure(groups, checkpoint, save_dir, **flags))
-        assert bool(trainer.graphs) == on
-        found[name] = train(groups, trainer, loader_of(groups, trainer), 5)
+    for name, more in flags.items():
+        run = configure(groups, checkpoint, save_dir, **BF16 | adapter | {"optimizer.projection_lr": None} | more)
+        trainer = make_trainer(groups, run)
+        found[name] = train_steps(groups, trainer, run, open_fake_loader(groups, trainer, run, 0))
+    return found
+
+
+def with_and_without_graphs(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, dict[str, Curve]]:
+    """Return losses and gradient norms of packed training, with routers' terms, without and with graphs, by
+    precision."""
+    groups = join(*layout)
+    found: dict[str, dict[str, Curve]] = {"bf16": {}, "fp8": {}}
+    for precision, more in (("bf16", {}), ("fp8", TENSORWISE)):
+        for name, on in (("without", False), ("with", True)):
+            flags = BF16 | PACKED | {"model.cuda_graphs": on, "router.aux_loss_coef": 0.01} | more
+            trainer = make_trainer(groups, configure(groups, checkpoint, save_dir, **flags))
+            assert bool(trainer.graphs) == on
+            found[precision][name] = train(groups, trainer, loader_of(groups, trainer), 5)
     return found

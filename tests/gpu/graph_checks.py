@@ -62,14 +62,17 @@ Curve = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 
-def curves(tp: int, kind: str, checkpoint: str, save_dir: str) -> dict[str, Curve]:
+def curves(
+    tp: int, kind: str, checkpoint: str, save_dir: str, cp: int = 1, comm_type: str | None = None
+) -> dict[str, Curve]:
     """Train without and with graphs, while another thread pins memory as the one that loads data does.
 
     Of several data-parallel ranks, one has shapes of packs first, and gradients are reduced matrix by matrix.
     """
-    groups = join(tp, 1)
+    groups = join(tp, 1, cp=cp)
     model_graphs.LAYERS_PER_GRAPH = 2  # more than one graph in a model of four layers
     given = BF16 | TE | PACKED | KINDS[kind] | {"parallel.sequence_parallel": tp > 1}
+    given |= {"parallel.context_parallel_size": cp, "parallel.cp_comm_type": comm_type} if cp > 1 else {}
     given |= {"training.micro_batch_size": 2} if groups.dp_size > 1 else {}
     found = {}
     for name, on in (("without", False), ("with", True)):
@@ -185,9 +188,9 @@ def loader_of(groups: Groups, trainer: Trainer) -> FullPackLoader | None:
         return None
     size = trainer.run.training.micro_batch_size
     ranks = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size}
-    return (OneRankFirstLoader if groups.dp_size > 1 else FullPackLoader)(
-        trainer.hf, micro_batch_size=size, text_only=MIXED, **ranks
-    )
+    # The former's samples can be divided by two, and the last rank, here the only one, has a third in two steps.
+    kind = OneRankFirstLoader if groups.dp_size > 1 or groups.cp_size > 1 else FullPackLoader
+    return kind(trainer.hf, micro_batch_size=size, text_only=MIXED, **ranks)
 
 
 def train(

@@ -61,7 +61,8 @@ def test_losses_are_those_of_one_gpu(
     """With every way to exchange tokens, packed, in bf16, whose rounding a wrong token or mask exceeds by far."""
     size = layout[0] * layout[1] * layout[2]
     ranks = run_world(size, context_checks.losses, layout=layout, cases=cases, save_dir=str(tmp_path))
-    for key, expected in one_gpu.items():
+    for key in ranks[0]:
+        expected = one_gpu[(key[0], None) if key[1] == "a2a+p2p" else key]
         for rank in ranks:
             assert rank[key]["loss"] == pytest.approx(expected["loss"], rel=3e-3), (layout, key)
             assert rank[key]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=3e-2), (layout, key)

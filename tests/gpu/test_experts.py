@@ -17,6 +17,7 @@ from tests.gpu.test_graphs import assert_same
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel.expert_checks import Layout, losses_in_bf16
+from tests.unit.models import test_grouped_fp8
 from tests.unit.models.test_grouped_product import COUNTS, check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -26,6 +27,11 @@ LAYOUTS: dict[Layout, int] = {(1, 1, 1, 1): 1, (1, 1, 2, 1): 2, (2, 1, 2, 1): 2,
 @pytest.mark.parametrize("counts", [*COUNTS, [0, 700, 4000, 3]], ids=str)
 def test_grouped_product(counts: list[int]) -> None:
     check(counts, "cuda")
+
+
+@pytest.mark.parametrize("counts", [*COUNTS, [0, 700, 4000, 3], [16, 33, 1, 128]], ids=str)
+def test_grouped_product_in_fp8(counts: list[int]) -> None:
+    test_grouped_fp8.check(counts, "cuda")
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +55,19 @@ def test_bf16_is_close_to_fp32(checkpoint: Path, tmp_path: Path, layout: Layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_graphs_of_attention_change_no_number(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
+def test_graphs_of_attention_and_routers_change_no_number(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
     if LAYOUTS[layout] > torch.cuda.device_count():
         pytest.skip("too few GPUs")
     given: dict[str, Any] = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path / "save")}
-    assert_same(run_world(LAYOUTS[layout], expert_checks.with_and_without_graphs, layout=layout, **given)[0])
+    found = run_world(LAYOUTS[layout], expert_checks.with_and_without_graphs, layout=layout, **given)[0]
+    for curves in found.values():
+        assert_same(curves)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, (1, 2, 1, 1), (1, 2, 2, 1)], ids=str)
 def test_optimizers_and_stages(checkpoint: Path, tmp_path: Path, layout: Layout) -> None:
-    """A precision-aware optimizer, one on the host, saves on own disks and interleaved stages: near the plain run's
-    losses, and resumed bit for bit."""
+    """A precision-aware optimizer, one on the host, saves on own disks, interleaved stages and FP8: near the plain
+    run's losses, and resumed bit for bit."""
     tp, pp, ep, _ = layout
     size = max(tp, ep) * pp
     if size > torch.cuda.device_count():
@@ -71,3 +79,10 @@ def test_optimizers_and_stages(checkpoint: Path, tmp_path: Path, layout: Layout)
     for name, (losses, after, resumed) in found.items():
         assert [*losses, *after] == pytest.approx([*begun, *uninterrupted], rel=2e-2), name
         assert resumed == after, name
+
+
+def test_adapters_in_fp8(checkpoint: Path, tmp_path: Path) -> None:
+    """Without a 16-bit copy of what is frozen: the same bits."""
+    found = run_world(1, expert_checks.adapters_in_fp8, checkpoint=str(checkpoint), save_dir=str(tmp_path / "save"))[0]
+    assert found["fp8"] == pytest.approx(found["bf16"], rel=2e-2)
+    assert found["only fp8"] == found["fp8"]

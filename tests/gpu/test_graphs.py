@@ -13,6 +13,7 @@ from llava_mcore.convert.import_hf import import_hf
 from tests.gpu import graph_checks
 from tests.gpu.graph_checks import KINDS, TOWERS, WHOLE, Curve
 from tests.gpu.te_checks import RECIPES
+from tests.gpu.test_context import WIDE
 from tests.helpers.packages import needs
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import ROPE, make_hf_qwen
@@ -40,6 +41,17 @@ def test_graphs_change_no_number(checkpoint: Path, tmp_path: Path, tp: int, dp: 
         needs("bitsandbytes")
     arguments = {"tp": tp, "kind": kind, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
     assert_same(run_world(tp * dp, graph_checks.curves, **arguments)[0])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a", "all_gather"])
+@pytest.mark.parametrize("kind", ["all trained", "distributed", "lora"])
+def test_graphs_of_divided_tokens_change_no_number(tmp_path: Path, kind: str, comm_type: str) -> None:
+    """Layers exchange tokens inside their graphs, in every way."""
+    make_hf_llava(tmp_path / "hf", text_overrides=WIDE | {"head_dim": 64})
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    arguments = {"tp": 1, "kind": kind, "checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path)}
+    assert_same(run_world(2, graph_checks.curves, cp=2, comm_type=comm_type, **arguments)[0])
 
 
 def assert_same(runs: dict[str, Curve]) -> None:

@@ -115,3 +115,21 @@ def test_decoder_attention_without_whole_scores(window: int | None, packed: bool
             torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(here, there, strict=True):
         assert (one.double() - other).norm() <= 0.02 * other.norm()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_queries_that_are_the_last_tokens(window: int | None) -> None:
+    """A chunk of a sequence that ranks divide sees the chunks before it."""
+    config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=4, attention_dropout=0.0)
+    config.window_size = None if window is None else (window - 1, 0)
+    layer = SDPAttention(config, 1, AttnMaskType.causal, "self")
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((150, 2, 4, 128), (600, 2, 2, 128), (600, 2, 2, 128))
+    parts = [torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    weights = torch.randn(150, 2, 512, device="cuda", generator=generator).bfloat16()
+    exact = [x.detach().double().requires_grad_() for x in parts]
+    expected, found = layer._attend(*exact), layer._attend(*parts)
+    here = [found, *torch.autograd.grad(found, parts, weights)]
+    there = [expected, *torch.autograd.grad(expected, exact, weights.double())]
+    for one, other in zip(here, there, strict=True):
+        assert (one.double() - other).norm() <= 0.02 * other.norm()

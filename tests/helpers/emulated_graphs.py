@@ -26,20 +26,22 @@ class _Graphed(torch.autograd.Function):
     """A call of a part, with its parameters as arguments."""
 
     @staticmethod
-    def forward(ctx: Any, part: nn.Module, num_arguments: int, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, part: nn.Module, num_arguments: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.parameters = inputs[num_arguments:]
         with torch.enable_grad():
             ctx.arguments = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs[:num_arguments])
-            ctx.output = part(*ctx.arguments)
-        result: Tensor = ctx.output.detach()
-        return result
+            outputs = part(*ctx.arguments)
+            ctx.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(x.detach() for x in ctx.outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [*ctx.arguments, *ctx.parameters]
         trained = [x for x in inputs if x.requires_grad]
-        gradients = iter(torch.autograd.grad(ctx.output, trained, gradient, allow_unused=True))
-        return None, None, *[next(gradients) if x.requires_grad else None for x in inputs]
+        pairs = [(x, y) for x, y in zip(ctx.outputs, gradients, strict=True) if x.requires_grad]
+        outputs, of_outputs = zip(*pairs, strict=True)
+        results = iter(torch.autograd.grad(outputs, trained, of_outputs, allow_unused=True))
+        return None, None, *[next(results) if x.requires_grad else None for x in inputs]
 
 
 class EmulatedGraph:
@@ -51,16 +53,16 @@ class EmulatedGraph:
     def __init__(self, part: nn.Module) -> None:
         self._part, self._parameters = part, tuple(part.parameters())
 
-    def __call__(self, *arguments: Tensor, is_first_microbatch: bool) -> Tensor:
+    def __call__(self, *arguments: Tensor, is_first_microbatch: bool) -> Tensor | tuple[Tensor, ...]:
         EmulatedGraph.calls += 1
-        result: Tensor = _Graphed.apply(self._part, len(arguments), *arguments, *self._parameters)
-        return result
+        results: tuple[Tensor, ...] = _Graphed.apply(self._part, len(arguments), *arguments, *self._parameters)
+        return results if len(results) > 1 else results[0]
 
     def reset(self) -> None:
         """Do nothing: there is nothing to destroy."""
 
 
-def make_graphs(parts: Sequence[nn.Module], _samples: object, **_: object) -> list[Callable[..., Tensor]]:
+def make_graphs(parts: Sequence[nn.Module], _samples: object, **_: object) -> list[Callable[..., Any]]:
     """Stand for the function of this name in `compat/megatron/graphs.py`."""
     return [EmulatedGraph(part) for part in parts]
 

@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.helpers.interpreted_kernels
 
-The interpreter is chosen when a kernel's file is imported, hence a process of its own. It multiplies bfloat16 wrongly.
+The interpreter is chosen when a kernel's file is imported, hence a process of its own. It multiplies bfloat16 wrongly,
+and rounds to FP8 wrongly.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
 from itertools import pairwise
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from llava_mcore.models.kernels import logit_gradients
+from llava_mcore.models.kernels import logit_gradients, quantize_fp8
 from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
 from llava_mcore.models.kernels.window_attention import WindowAttention
 from llava_mcore.models.rotary import rotate, split_rotated
+from tests.helpers import emulated_fp8
 
 HEADS = ((3, 1, 10, 10), (2, 7, 16, 16), (2, 2, 16, 8), (20, 1, 80, 80))
 """Groups, query heads of a group, head size, rotated dims: blocks that are full and such that are not."""
@@ -26,6 +29,9 @@ WINDOWS = (([64, 3, 0, 17, 1, 0], 2, 80), ([8, 16], 3, 16))
 """Lengths of windows, heads, head size."""
 LOGITS = ((8192, 8192), (5000, 4097), (128, 101), (128, 0))
 """Rows of the vocabulary, and how many of them are not padding: blocks that are full and such that are not."""
+
+GROUPS = ([3, 0, 130, 16], [0, 0, 1], [300], [0, 0])
+"""Tokens of experts."""
 
 
 def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: list[Tensor]) -> None:
@@ -66,6 +72,30 @@ def losses(rows: int, num_true: int) -> None:
     torch.testing.assert_close(logit_gradients.into_gradients(logits, *given), expected, rtol=2e-3, atol=1e-7)
 
 
+def fp8(counts: list[int], width: int = 80) -> None:
+    """Before values are rounded."""
+    x, ends = torch.randn(sum(counts), width), torch.tensor(counts).cumsum(0).to(torch.int32)
+    x[:, ::7] *= 1e-4
+    x[:, 5] = 0
+    matrices = torch.randn(len(counts), 48, width)
+
+    def unrounded(x: Tensor, values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        return x.new_zeros(values), x.new_zeros(scales)
+
+    with mock.patch.object(quantize_fp8, "_empty", unrounded), mock.patch.object(emulated_fp8, "E4M3", torch.float32):
+        (found, found_ends), (expected, expected_ends) = (
+            module.quantize_groups(x, ends) for module in (quantize_fp8, emulated_fp8)
+        )
+        assert torch.equal(found_ends, expected_ends) and found.values.shape == expected.values.shape
+        pairs = [(quantize_fp8.quantize_transposed(matrices), emulated_fp8.quantize_transposed(matrices))]
+        pairs += [(quantize_fp8.quantize_rows(y), emulated_fp8.quantize_rows(y)) for y in (x, matrices)]
+    used = int(found_ends[-1])
+    pairs.append((found._replace(values=found.values[:, :used]), expected._replace(values=expected.values[:, :used])))
+    for one, other in pairs:
+        torch.testing.assert_close(one.values, other.values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.scales, other.scales, rtol=1e-5, atol=0)
+
+
 def main() -> None:
     torch.manual_seed(0)
     for shape in HEADS:
@@ -74,7 +104,9 @@ def main() -> None:
         windows(*case)
     for sizes in LOGITS:
         losses(*sizes)
-    print(f"{len(HEADS) + len(WINDOWS) + len(LOGITS)} shapes agree")
+    for counts in GROUPS:
+        fp8(counts)
+    print(f"{len(HEADS) + len(WINDOWS) + len(LOGITS) + len(GROUPS)} shapes agree")
 
 
 if __name__ == "__main__":

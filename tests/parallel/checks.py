@@ -20,7 +20,7 @@ from llava_mcore.parallel.groups import Groups, initialize
 from llava_mcore.parallel.random import seed_everything
 
 
-def join(tp: int, pp: int, ep: int = 1, etp: int = 1, cp: int = 1, replicas: int = 1) -> Groups:
+def join(tp: int, pp: int, ep: int = 1, etp: int = 1, cp: int = 1, replicas: int = 1, a2a: int | None = None) -> Groups:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -29,6 +29,7 @@ def join(tp: int, pp: int, ep: int = 1, etp: int = 1, cp: int = 1, replicas: int
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
+        cp_a2a_size=a2a,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         sharding_replicas=replicas,

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
-from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.groups import Groups, context_parallel_levels
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
@@ -56,8 +57,10 @@ def gradients(
     A step has a micro-batch of all conversations, one of a single image and one of text alone.
     """
     tp, cp, pp = layout
-    groups = join(tp, pp, cp=cp)
+    groups = join(tp, pp, cp=cp, a2a=2 if cp == 4 else None)
     found: dict[str, Any] = {"tp_rank": groups.tp_rank, "cp_rank": groups.cp_rank, "pp_rank": groups.pp_rank}
+    if cp == 4:
+        found["levels"] = [dist.get_process_group_ranks(x) for x in context_parallel_levels()]
     for name, case in cases.items():
         flags = {"training.global_batch_size": 3, **case.get("flags", {})}
         for kind in kinds:

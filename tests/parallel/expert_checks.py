@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.extensions import transformer_engine
+from megatron.core.transformer import transformer_config
 
 from llava_mcore.checkpoint.layout import hf_folder, latest_checkpoint
 from llava_mcore.config.schema import RunConfig
@@ -17,11 +21,13 @@ from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.models.language.experts import Experts
 from llava_mcore.models.trainable import count_parameters
 from llava_mcore.parallel.groups import Groups, sum_over_ranks
+from llava_mcore.training import model_options
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.saving.save import Saver, save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.step import forward_backward, train_step
 from tests.helpers.batches import DivisiblePacks
+from tests.helpers.emulated_fp8 import emulated_fp8
 from tests.parallel.answer_checks import ASKED, train_and_ask
 from tests.parallel.checks import join, load_model, logits
 from tests.parallel.resume_checks import STEPS, open_fake_loader, train_steps
@@ -38,12 +44,15 @@ MICRO_BATCH = 2
 ON_OWN_DISKS = {(2, 1, 2, 1), (2, 2, 2, 1)}
 """Layouts that also save on the nodes' own disks, in the background."""
 IN_HALF_PRECISION = {(1, 1, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1)}
+IN_FP8 = {(1, 1, 1, 1), (2, 1, 2, 1)}
 HALF: dict[str, Any] = {"training.precision": "fp16", "training.loss_scale": 128.0}
 WITH_ADAPTERS: dict[Layout, tuple[str, ...]] = {
     (1, 1, 1, 1): ("experts", "dora"),
     (1, 1, 2, 1): ("experts",),
+    (2, 1, 1, 2): ("experts",),
     (2, 1, 2, 1): ("experts", "dora"),
     (2, 2, 2, 1): ("experts",),
+    (2, 1, 2, 2): ("experts",),
     (1, 1, 2, 1, 2): ("experts",),
 }
 """Layouts that also train adapters, and their kinds: LoRA on experts and attention, DoRA on attention."""
@@ -128,6 +137,8 @@ def one_layout(
     if layout in IN_HALF_PRECISION:
         half = configure(groups, checkpoint, save_dir, **HALF)
         found["fp16"] = curve(groups, half, TEXT_ONLY, most_steps=3)
+    if layout in IN_FP8:
+        found["fp8"] = losses_in_fp8(groups, checkpoint, save_dir)
     if layout in ON_OWN_DISKS:
         found["own disk"] = saved_on_own_disk(groups, checkpoint, save_dir)
     # Saved after some steps; what follows is the same when it is resumed.
@@ -171,6 +182,33 @@ def losses_in_bf16(layout: Layout, checkpoint: str, save_dir: str) -> dict[str, 
         name: curve(groups, configure(groups, checkpoint, save_dir, **more), TEXT_ONLY, most_steps=4)["loss"]
         for name, more in flags.items()
     }
+
+
+def losses_in_fp8(groups: Groups, checkpoint: str, save_dir: str) -> dict[str, list[float]]:
+    """Return the losses of a few steps in bf16, and with experts that multiply in FP8 too, also where they are computed
+    again. Other layers are megatron-core's own, in bf16."""
+    flags: dict[str, dict[str, Any]] = {"bf16": {}, "fp8": {"training.fp8": True, "training.fp8_recipe": "tensorwise"}}
+    flags["recomputed"] = flags["fp8"] | {"model.recompute": "selective"}
+    with (
+        emulated_fp8(),
+        mock.patch.object(model_options, "transformer_impl", lambda *_: "local"),
+        mock.patch.object(transformer_config, "is_te_min_version", lambda *_: True),
+        mock.patch.object(transformer_engine, "te_checkpoint", recomputed),
+    ):
+        return {
+            name: curve(
+                groups,
+                configure(groups, checkpoint, save_dir, **more | {"training.precision": "bf16"}),
+                TEXT_ONLY,
+                most_steps=4,
+            )["loss"]
+            for name, more in flags.items()
+        }
+
+
+def recomputed(forward: Any, distributes: bool, _tracker: Any, _group: Any, *inputs: Any, **more: Any) -> Any:
+    """Stand for Transformer Engine's function for layers in FP8."""
+    return tensor_parallel.checkpoint(partial(forward, **more), distributes, *inputs)
 
 
 def trained_with_terms(groups: Groups, checkpoint: str, save_dir: str) -> dict[str, list[Any]]:
@@ -239,7 +277,7 @@ def trained_adapter(groups: Groups, checkpoint: str, save_dir: str, kind: str) -
     flags: dict[str, Any] = {"adapter.r": 4, "adapter.vision_r": 2, "adapter.dora": kind == "dora"}
     flags |= {"adapter.expert_r": 2} if kind == "experts" else {}
     flags |= {"model.freeze_vision_model": True, "optimizer.projection_lr": None}
-    sizes = (groups.tp_size, groups.pp_size, groups.ep_size, *([groups.cp_size] if groups.cp_size > 1 else []))
+    sizes = groups.tp_size, groups.pp_size, groups.ep_size, groups.etp_size, groups.cp_size
     layout = "-".join(map(str, sizes))
     run = configure(groups, checkpoint, save_dir, name=f"{kind}-{layout}", **flags)
     trainer = make_trainer(groups, run)

@@ -99,10 +99,10 @@ def with_options(tp: int, pp: int, root: str, asked: list[Conversation], num_new
 
 
 def answers(
-    tp: int, pp: int, jobs: dict[str, tuple[str, list[Conversation]]], num_new: int, **options: Any
+    tp: int, pp: int, jobs: dict[str, tuple[str, list[Conversation]]], num_new: int, *, cp: int = 1, **options: Any
 ) -> dict[str, list[list[int]]]:
     """Return the tokens of every answer of every job (checkpoint, conversations). `options`: of the models."""
-    groups = join(tp, pp)
+    groups = join(tp, pp, cp=cp)
     found = {}
     for name, (root, asked) in jobs.items():
         checkpoint, _ = latest_checkpoint(Path(root))

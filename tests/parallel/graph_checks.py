@@ -52,13 +52,13 @@ class OneRankFirstLoader(FullPackLoader):
 
 
 def curves(
-    tp: int, checkpoint: str, save_dir: str, ep: int = 1, kinds: Collection[str] = tuple(KINDS)
+    tp: int, checkpoint: str, save_dir: str, ep: int = 1, kinds: Collection[str] = tuple(KINDS), cp: int = 1
 ) -> dict[str, dict[str, Any]]:
     """Train without and with emulated graphs; return by kind what the tests compare."""
-    groups, results = join(tp, 1, ep), {}
+    groups, results = join(tp, 1, ep, cp=cp), {}
     model_graphs.LAYERS_PER_GRAPH = 2  # more than one graph in a model of four layers
     for kind in kinds:
-        flags = KINDS[kind] | {"parallel.expert_model_parallel_size": ep}
+        flags = KINDS[kind] | {"parallel.expert_model_parallel_size": ep, "parallel.context_parallel_size": cp}
         sizes = {"training.micro_batch_size": 2, "data.packing": True, "parallel.sequence_parallel": tp > 1}
         run = run_config(tp, 1, checkpoint, save_dir, **flags | sizes)
         result = results[kind] = {}

@@ -60,6 +60,9 @@ def test_losses_and_gradients_are_those_of_one_rank(
     kinds = (PACKED, *((PADDED,) if layout[2] == 1 else ()), *((DIVIDED,) if layout[0] > 1 else ()))
     arguments = {"layout": layout, "cases": cases, "save_dir": str(tmp_path), "kinds": kinds}
     ranks = run_world(RANKS[layout], context_checks.gradients, **arguments)
+    if layout == (1, 4, 1):  # with groups of two neighbors
+        levels = [rank["levels"] for rank in ranks]
+        assert levels == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
     for name, case in cases.items():
         for kind in kinds:
             expected, where = whole[name, PADDED if kind == PADDED else PACKED], (layout, name, kind)

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path, expected_logits: dict[str, torch.Tensor]) -> Found:
     """What every rank has found at every layout."""
     root = folder
-    model = make_hf_llava(root / "hf", text="qwen3_moe")
+    model = make_hf_llava(root / "hf", text="qwen3_moe", text_overrides={"moe_intermediate_size": 32})
     import_hf(root / "hf", root / "megatron")
     batch = micro_batch(model.config, list(range(GLOBAL_BATCH)), set(TEXT_ONLY))
     with recorded_router_logits(model.train()) as of_layers:
@@ -158,6 +158,11 @@ def test_training_gives_the_same_numbers(results: Found, layout: Layout) -> None
     if "fp16" in here:  # with a fixed loss scale, as two optimizers would find two
         assert here["fp16"]["loss"] == pytest.approx(reference["losses"][:3], rel=5e-3)
         assert here["fp16"]["grad_norm"] == pytest.approx(reference["fp16"]["grad_norm"], rel=2e-2)
+    if "fp8" in here:
+        in_fp8 = here["fp8"]
+        assert in_fp8["fp8"] == pytest.approx(in_fp8["bf16"], rel=1e-3) and in_fp8["fp8"] != in_fp8["bf16"]
+        assert in_fp8["recomputed"] == in_fp8["fp8"]
+        assert in_fp8["bf16"][3] < in_fp8["bf16"][0]
     terms = here["with terms"]
     assert terms["loss"] == pytest.approx(reference["with terms"]["loss"], rel=1e-5)
     assert terms["tokens"] == reference["with terms"]["tokens"]
@@ -179,10 +184,11 @@ def test_adapters(results: Found, layout: Layout) -> None:
             assert losses[2] < losses[0], kind
 
 
-def test_adapters_of_experts_are_those_of_peft(results: Found, folder: Path) -> None:
-    """Trained where two processes divide the experts: PEFT's logits, and its merge to the bit."""
+@pytest.mark.parametrize("layout", ["2-1-2-1-1", "2-1-2-2-1"])
+def test_adapters_of_experts_are_those_of_peft(results: Found, folder: Path, tmp_path: Path, layout: str) -> None:
+    """Trained where two processes divide the experts, or each of them too: PEFT's logits, and its merge to the bit."""
     assert results
-    check_export(folder / "hf", folder / "save" / "experts-2-1-2", folder)
+    check_export(folder / "hf", folder / "save" / f"experts-{layout}", tmp_path)
 
 
 def test_an_adapter_of_another_number_of_experts(results: Found, folder: Path) -> None:

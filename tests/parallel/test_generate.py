@@ -42,6 +42,11 @@ CASES = [
     Case("mllama", "mllama", {}, ((1, 1), (2, 1)), "mllama"),
 ]
 NUM_NEW = 12
+DIVIDED_PROMPTS = [
+    case.name
+    for case in CASES
+    if case.architecture in ("llava_next", "qwen2_5_vl", "qwen3_vl", "qwen3_5") or case.text == "gemma3"
+]
 
 
 def conversations(refused: Collection[str]) -> list[Conversation]:
@@ -108,6 +113,18 @@ def test_tokens_are_those_of_transformers(expected: dict[str, Any], tp: int, pp:
     jobs = {name: (x["megatron"], x["asked"]) for name, x in cases.items()}
     ranks = run_world(tp * pp, generate_checks.answers, tp=tp, pp=pp, jobs=jobs, num_new=NUM_NEW)
     for found in ranks:
+        for name, case in cases.items():
+            assert found[name] == case["answers"], name
+
+
+@pytest.mark.parametrize(("tp", "cp", "pp"), [(1, 2, 1), (2, 2, 1), (1, 2, 2)])
+def test_tokens_of_prompts_that_ranks_divide(expected: dict[str, Any], tp: int, cp: int, pp: int) -> None:
+    """Rotary positions of one axis and three, windows, features of inner layers, delta nets; images that the ranks
+    divide, too."""
+    cases = {name: expected[name] for name in DIVIDED_PROMPTS}
+    jobs = {name: (x["megatron"], x["asked"]) for name, x in cases.items()}
+    given = {"tp": tp, "pp": pp, "cp": cp, "jobs": jobs, "num_new": NUM_NEW, "vision_data_parallel": tp == 1}
+    for found in run_world(tp * cp * pp, generate_checks.answers, **given):
         for name, case in cases.items():
             assert found[name] == case["answers"], name
 

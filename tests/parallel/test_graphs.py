@@ -41,6 +41,13 @@ def test_the_attention_of_layers_with_experts(tmp_path: Path) -> None:
     assert_same(ranks, ["distributed"])
 
 
+def test_layers_whose_tokens_ranks_divide(checkpoint: Path, tmp_path: Path) -> None:
+    """Two replicas of two ranks: the layers exchange tokens inside their graphs, forward and backward."""
+    kinds = ["distributed", "adapters"]
+    arguments = {"checkpoint": str(checkpoint), "save_dir": str(tmp_path), "kinds": kinds}
+    assert_same(run_world(4, graph_checks.curves, tp=1, cp=2, **arguments), kinds)
+
+
 def assert_same(ranks: list[dict[str, dict[str, Any]]], kinds: Iterable[str]) -> None:
     """Losses, norms and the order of reductions do not show which rank had graphs."""
     for kind in kinds:

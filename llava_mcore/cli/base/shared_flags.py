@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from llava_mcore.config.sections.data import LIMITS, Handling, Limits, PixelRange
 from llava_mcore.errors import ConfigError
-from llava_mcore.prepare.sampling import Sampling
+from llava_mcore.prepare.sampling import FrameRule, Sampling
 from llava_mcore.templates.named import NAMES
 
 if TYPE_CHECKING:
@@ -107,6 +107,24 @@ def add_frame_flags(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="most frames to keep from a video file; a longer one is sampled at a lower rate (default 128)",
     )
+
+    parser.add_argument(
+        "--video-sampling", choices=get_args(FrameRule), default="times",
+        help="which frames of a video file: those shown at evenly spaced times (default), or those that transformers' "
+        "video processor of this class keeps",
+    )  # fmt: skip
+
+
+def frame_sampling_of(args: argparse.Namespace) -> Sampling:
+    """Return what `add_frame_flags` says."""
+    return Sampling.by_rule(args.video_sampling, args.video_fps, args.video_max_frames)
+
+
+def add_layout_flags(parser: argparse._ActionsContainer, default: int | None = None) -> None:
+    """Add --tp, --cp and --pp of a Megatron checkpoint that answers."""
+    tokens = "context-parallel size: processes that divide the tokens of long prompts"
+    for flag, text in (("--tp", "tensor-parallel size"), ("--cp", tokens), ("--pp", "pipeline-parallel size")):
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{text} (default 1)")
 
 
 def add_loading_flags(parser: argparse._ActionsContainer) -> None:

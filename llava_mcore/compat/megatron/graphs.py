@@ -23,7 +23,7 @@ Pool = tuple[int, int]
 
 def make_graphs(
     parts: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]], *, fp8: Sequence[bool], recipe: Any, pool: Pool
-) -> list[Callable[..., Tensor]]:
+) -> list[Callable[..., Any]]:
     """Capture the forward and backward passes of parts that run one after the other; a collective call of the ranks
     that exchange data in them.
 
@@ -61,7 +61,7 @@ def make_graphs(
     return list(graphs)
 
 
-def destroy_graphs(graphs: Iterable[Callable[..., Tensor]]) -> None:
+def destroy_graphs(graphs: Iterable[Callable[..., Any]]) -> None:
     """Destroy what `make_graphs` returned. NCCL waits for this before it ends a communicator whose messages they
     hold."""
     for graph in graphs:

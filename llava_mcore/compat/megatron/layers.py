@@ -50,8 +50,10 @@ def use_position_ids(model: GPTModel, embedding: nn.Module) -> None:
 
 _ATTENTION, _MLP = "_forward_attention", "_forward_mlp"
 """The two methods that a layer's forward pass consists of."""
-required(TransformerLayer, _ATTENTION)
-required(TransformerLayer, _MLP)
+_BEFORE_MLP, _AFTER_MLP = "_forward_pre_mlp_layernorm", "_forward_post_mlp"
+"""What the second one calls before and after the module."""
+for _name in (_ATTENTION, _MLP, _BEFORE_MLP, _AFTER_MLP):
+    required(TransformerLayer, _name)
 
 
 def attention_of(
@@ -68,6 +70,18 @@ def mlp_of(
 ) -> Tensor:
     """Return what a layer returns, of what `attention_of` has returned."""
     output: Tensor = required(layer, _MLP)(hidden_states, padding_mask=padding_mask, packed_seq_params=packed)
+    return output
+
+
+def norm_before_mlp(layer: TransformerLayer, hidden_states: Tensor) -> Tensor:
+    """Return what the module in place of the MLP reads, of what `attention_of` has returned."""
+    output: Tensor = required(layer, _BEFORE_MLP)(hidden_states)
+    return output
+
+
+def after_mlp(layer: TransformerLayer, output_with_bias: tuple[Tensor, None], hidden_states: Tensor) -> Tensor:
+    """Return what a layer returns, of the outputs of that module and of `attention_of`."""
+    output: Tensor = required(layer, _AFTER_MLP)(output_with_bias, hidden_states)
     return output
 
 

@@ -25,8 +25,8 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
     comm_type = parallel.cp_comm_type
     if comm_type is not None and not uses_engine:
         yield "--cp-comm-type chooses how Transformer Engine's attention exchanges tokens, on GPUs: omit it"
-    if comm_type == "all_gather" and data.packing:
-        yield "--cp-comm-type all_gather does not keep packed samples apart: use p2p or a2a, or omit --packing"
+    if comm_type == "a2a+p2p":
+        yield from _check_levels(cp, parallel.cp_a2a_size)
     if uses_engine and run.training.precision == "fp32":
         yield (
             f"{flag}: Transformer Engine's attention of divided tokens is for half precision: omit --precision fp32, "
@@ -34,8 +34,17 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
         )
     if uses_engine and run.model.attention_backend == "flash" and not data.packing:
         yield f"{flag}: --flash-attn divides the tokens of packed samples only: add --packing, or use --fused-attn"
-    if run.model.cuda_graphs:
-        yield f"--cuda-graphs does not work with {flag} yet: omit one of them"
+
+
+def _check_levels(cp: int, neighbors: int | None) -> Iterator[str]:
+    """Yield why `cp` processes cannot be divided into groups of neighbors."""
+    sizes = [n for n in range(2, cp) if cp % n == 0]
+    if not sizes:
+        yield f"--cp-comm-type a2a+p2p: --cp {cp} cannot be divided into groups of neighbors: use p2p or a2a"
+    elif neighbors not in sizes:
+        problem = "needs --cp-a2a-size" if neighbors is None else f"does not work with --cp-a2a-size {neighbors}"
+        one_of = " or ".join(map(str, sizes))
+        yield f"--cp-comm-type a2a+p2p {problem}: of --cp {cp} processes, {one_of} neighbors can exchange heads"
 
 
 def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterator[str]:
@@ -45,13 +54,16 @@ def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterato
     if cp == 1:
         return
     # With all-to-all, ranks divide the heads that tensor parallelism leaves.
-    if parallel.cp_comm_type == "a2a":
-        for quantity, size in (("attention", dims.num_attention_heads), ("key/value", dims.num_query_groups)):
-            if size % (tp * cp):
-                yield (
-                    f"--cp-comm-type a2a divides heads, and --tp {tp} x --cp {cp} = {tp * cp} does not divide the "
-                    f"{size} {quantity} heads of {source}: lower --cp, or use --cp-comm-type p2p"
-                )
+    neighbors = parallel.cp_a2a_size
+    neighbors = None if neighbors is None or cp % neighbors else neighbors  # else `_check_levels` reports it
+    exchanging = {"a2a": ("--cp", cp), "a2a+p2p": ("--cp-a2a-size", neighbors)}
+    flag, ranks = exchanging.get(parallel.cp_comm_type or "", ("", None))
+    for quantity, size in (("attention", dims.num_attention_heads), ("key/value", dims.num_query_groups)):
+        if ranks is not None and size % (tp * ranks):
+            yield (
+                f"--cp-comm-type {parallel.cp_comm_type} divides heads, and --tp {tp} x {flag} {ranks} = {tp * ranks} "
+                f"does not divide the {size} {quantity} heads of {source}: lower {flag}, or use --cp-comm-type p2p"
+            )
     yield from check_divided_tokens(dims, tp, cp, source)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llava_mcore.config.rules.delta_nets import FP8_MULTIPLE
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.schema import RunConfig
 
@@ -51,6 +52,8 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             yield f"{why}, which excludes the adapting loss scale of --precision fp16: use bf16, or give --loss-scale"
     if tp % etp:
         yield f"--etp {etp} does not divide --tp {tp}: experts are divided by tensor-parallel processes; lower it"
+    if run.training.fp8:
+        yield from _check_fp8(run, dims, etp, source)
     yield from _check_combinations(run, source)
 
 
@@ -70,17 +73,26 @@ def check_expert_layout(dims: ModelDims, ep: int, etp: int, source: str) -> list
     ]
 
 
+def _check_fp8(run: RunConfig, dims: ModelDims, etp: int, source: str) -> Iterator[str]:
+    """Yield why experts cannot multiply in FP8."""
+    if run.training.precision == "fp16":
+        yield f"--fp8 multiplies experts together with bf16, and {source} has some: omit --precision fp16"
+    sizes = {"width of an expert": (dims.expert_ffn_hidden_size, etp), "hidden size": (dims.hidden_size, 1)}
+    for quantity, (size, parts) in sizes.items():
+        if size % (FP8_MULTIPLE * parts):
+            yield (
+                f"--fp8: the {quantity}, which is {size} in {source}, is not a multiple of {FP8_MULTIPLE * parts}, as "
+                f"FP8 products of experts need: {'lower --etp, or ' if parts > 1 else ''}omit --fp8"
+            )
+
+
 def _check_combinations(run: RunConfig, source: str) -> Iterator[str]:
     """Yield options that do not work with experts."""
     has = f"{source} has mixtures of experts"
-    if run.training.fp8:
-        yield f"--fp8 does not work with experts yet, and {has}: omit it"
     if run.adapter.expert_r is not None:
         without = {"--lora-dora": run.adapter.dora, "--lora-dropout": run.adapter.dropout}
         for flag in (flag for flag, is_given in without.items() if is_given):
             yield f"{flag} does not work with adapter.expert_r: PEFT does not have it for experts; omit one of them"
-        if run.parallel.expert_tensor_parallel_size > 1:
-            yield "adapter.expert_r works with whole experts: omit --etp, or use --ep in its place"
     if run.parallel.hsdp_replicas > 1:
         yield f"--hsdp {run.parallel.hsdp_replicas} does not divide experts into groups yet, and {has}: omit it"
     if run.adapter.quantize != "none" and run.parallel.expert_tensor_parallel_size > 1:

@@ -18,11 +18,23 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a Megatron checkpoint is divided. `num_rows`: prompts that are answered at the same time."""
+    """How a Megatron checkpoint is divided, and by `cp` the tokens of prompts.
+
+    `num_rows`: prompts that are answered at the same time.
+    """
 
     tp: int
     pp: int
     num_rows: int
+    cp: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return self.tp * self.cp * self.pp
+
+    def __str__(self) -> str:
+        return f"tp {self.tp}{f' x cp {self.cp}' if self.cp > 1 else ''} x pp {self.pp}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Answers of a Megatron checkpoint, by processes at tp x pp: on GPUs if there are any, else over gloo."""
+"""Answers of a Megatron checkpoint, by processes at tp x cp x pp: on GPUs if there are any, else over gloo."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from llava_mcore.adapters.adapter_record import check_base_dir, holds_adapters, 
 from llava_mcore.checkpoint.layout import hf_folder, newest_iteration
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_parts
+from llava_mcore.config.rules.context import check_divided_tokens
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
 from llava_mcore.inference.answering.job import Job, Layout, StoredModel
 from llava_mcore.inference.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
@@ -36,7 +37,7 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | N
     if holds_adapters(checkpoint):
         require_undamaged(read_base(checkpoint).found_at(base_dir))
     # One rank runs in this process, several in processes of their own. Files carry their results.
-    size, on_gpus = layout.tp * layout.pp, torch.cuda.device_count() > 0
+    size, on_gpus = layout.size, torch.cuda.device_count() > 0
     with tempfile.TemporaryDirectory(prefix="llava_mcore-") as name:
         results = Path(name)
         arguments = (StoredModel(checkpoint, base_dir), job, layout, results)
@@ -60,12 +61,13 @@ def usable_checkpoint(folder: Path, layout: Layout, base_dir: Path | None) -> Pa
     check_base_dir(checkpoint, base_dir)
     dims = model_dims(load_hf_config(hf_folder(checkpoint)))
     wrong = check_parts(dims, layout.tp, layout.pp, str(checkpoint), vision_data_parallel=True)
+    wrong += check_divided_tokens(dims, layout.tp, layout.cp, str(checkpoint))
     if wrong:
-        raise ConfigError(problems(f"{checkpoint} cannot be split into tp {layout.tp} x pp {layout.pp}", wrong))
-    size, num_gpus = layout.tp * layout.pp, torch.cuda.device_count()
+        raise ConfigError(problems(f"{checkpoint} cannot be split into {layout}", wrong))
+    size, num_gpus = layout.size, torch.cuda.device_count()
     if 0 < num_gpus < size:
         raise ConfigError(
-            f"tp {layout.tp} x pp {layout.pp} needs {size} GPUs, and {num_gpus} can be seen; choose a smaller "
+            f"{layout} needs {size} GPUs, and {num_gpus} can be seen; choose a smaller "
             "layout, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
     return checkpoint

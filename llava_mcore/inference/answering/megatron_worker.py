@@ -60,7 +60,12 @@ def run_rank(
     enter(rank, num_processes, port)
     log.quiet_libraries()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    groups = initialize(backend=backend, tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
+    groups = initialize(
+        backend=backend,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+    )
     seed_everything(0)
     # An error reaches the command as text, which rank 0 writes down.
     try:
@@ -112,7 +117,8 @@ def _load(groups: Groups, stored: StoredModel, job: Job) -> VisionLanguageModel:
     hf = load_hf_config(hf_folder(stored.checkpoint))
     folder_dtype: Any = hf.dtype
     dtype = DTYPES[job.dtype] if job.dtype is not None else folder_dtype or torch.float32
-    replicates_tower = not tower_divides(model_dims(hf), groups.tp_size)
+    divides_images = groups.tp_size == 1 and groups.cp_size > 1
+    replicates_tower = divides_images or not tower_divides(model_dims(hf), groups.tp_size)
     on_cpu = groups.device.type == "cpu"
     model = load_part(
         groups,

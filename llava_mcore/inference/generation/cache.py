@@ -3,7 +3,8 @@
 megatron-core's StaticInferenceContext has one length for all sequences, keeps keys without their rotary positions and
 rotates all of them again for every token, and switches masks off, so windows too. Here a layer's core attention is
 replaced while tokens are generated. It gets queries and keys that are already rotated, from torch's layers as well as
-from Transformer Engine's. Context-parallel ranks do not divide tokens then: each computes all of them.
+from Transformer Engine's. Context-parallel ranks divide the tokens of a prompt, but each keeps what follows from all of
+them, so that all read the tokens of the answer alike.
 
 r: sequences (rows), s: tokens, n: heads, g: query groups, d: head size.
 """
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,9 +25,12 @@ from torch import Tensor, nn
 
 from llava_mcore.compat.delta_rule import torch_step
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.context_attention import attend_gathered, gathered_pairs
 from llava_mcore.models.language.cross_attention import CrossAttentionLayer, MaskedAttention
 from llava_mcore.models.language.delta_net import DeltaNet, DeltaRule
 from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.parallel.context import DividedRow
+from llava_mcore.parallel.groups import context_parallel_group
 
 PIECE = 256
 """The capacity of a cache, in tokens, is a multiple of this."""
@@ -37,16 +42,21 @@ class CachedRows:
     `prefilled`: the row whose prompt is being read, of `prompt_length` tokens before its padding; None while every row
     gets one token. `lengths`: int64 [r] on the
     device, tokens of each row before this pass. `longest`: the largest of them. `sees_images`: bool [r], whether the
-    tokens of a row's answer see an image, in a model whose layers attend to images.
+    tokens of a row's answer see an image, in a model whose layers attend to images. `contexts`: the ranks that divide
+    the tokens of a prompt; None: each has all of them.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, device: torch.device, contexts: dist.ProcessGroup | None = None) -> None:
+        self.num_rows, self.contexts = num_rows, contexts
         self.prefilled: int | None = None
         self.prompt_length = 0
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.longest = 0
         self.sees_images = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    def divided(self, x: Tensor) -> DividedRow | None:
+        """Return the prompt of whose tokens this rank has x [s, ...]; None: it has all of them."""
+        return None if self.contexts is None else DividedRow.of(len(x), None, x.device, self.contexts)
 
 
 class CachedAttention(SDPAttention):
@@ -78,10 +88,19 @@ class CachedAttention(SDPAttention):
         row = self.rows.prefilled
         if row is None:
             return self._next_tokens(query, key, value)
+        divided = self.rows.divided(query)
+        if divided is None:
+            self._keep(row, key, value)
+            return self._attend(query, key, value)
+        pairs = gathered_pairs(key, value, divided)
+        self._keep(row, *pairs.unbind(1))
+        return attend_gathered(query, pairs, [0, len(pairs)], divided.group, self._attend)
+
+    def _keep(self, row: int, key: Tensor, value: Tensor) -> None:
+        """Store keys and values [s, 1, g, d] of a row's prompt."""
         keys, values = self._reserved(len(key), key)
         keys[row, :, : len(key)] = key[:, 0].transpose(0, 1)
         values[row, :, : len(key)] = value[:, 0].transpose(0, 1)
-        return self._attend(query, key, value)
 
     def _next_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_rows, lengths, end = self.rows.num_rows, self.rows.lengths, self.rows.longest + 1
@@ -126,7 +145,15 @@ class CachedDeltaRule(DeltaRule):
         self.inputs: Tensor | None = None
         self.state: Tensor | None = None
 
-    def forward(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        mixed: Tensor,
+        weight: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        bounds: Tensor | None,
+        host_bounds: Sequence[int] = (),
+    ) -> Tensor:
         """Read a prompt of s tokens, or one token of each of s >= r rows; the arguments are those of `DeltaRule`.
 
         Returns:
@@ -136,15 +163,27 @@ class CachedDeltaRule(DeltaRule):
         if row is None:
             out = self._next_tokens(mixed, weight, decay, beta)
         else:
-            length = self.rows.prompt_length
-            read = mixed[:, :length]
-            out, state = self.of_sequence(read, weight, decay[:, :length], beta[:, :length], with_state=True)
-            assert state is not None
-            inputs, states = self._reserved(read, state, weight.shape[1] - 1)
-            last = read[0, -inputs.shape[1] :]
-            inputs[row] = F.pad(last, (0, 0, inputs.shape[1] - len(last), 0))
-            states[row] = state[0]
-        return F.pad(out, (0, 0, 0, 0, 0, mixed.shape[1] - out.shape[1]))
+            divided = self.rows.divided(mixed[0])
+            if divided is None:
+                out = self._prompt(row, mixed, weight, decay, beta)
+            else:
+                # The whole state is needed, so that each rank reads all tokens: this is the cheapest part of a layer.
+                full_mixed, *gates = (divided.gather(x[0])[None] for x in (mixed, decay, beta))
+                out = self._prompt(row, full_mixed, weight, *gates)
+                out = divided.local_part(_padded(out, full_mixed.shape[1])[0])[None]
+        return _padded(out, mixed.shape[1])
+
+    def _prompt(self, row: int, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Return what the tokens of a prompt attend to [1, length, n, v], and keep what follows from them."""
+        length = self.rows.prompt_length
+        read = mixed[:, :length]
+        out, state = self.of_sequence(read, weight, decay[:, :length], beta[:, :length], with_state=True)
+        assert state is not None
+        inputs, states = self._reserved(read, state, weight.shape[1] - 1)
+        last = read[0, -inputs.shape[1] :]
+        inputs[row] = F.pad(last, (0, 0, inputs.shape[1] - len(last), 0))
+        states[row] = state[0]
+        return out
 
     def _next_tokens(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Return [1, r, n, v] of the first r tokens, each of another row."""
@@ -199,6 +238,11 @@ class CachedImages(MaskedAttention):
         return out
 
 
+def _padded(x: Tensor, length: int) -> Tensor:
+    """Return [1, length, n, v] of [1, s, n, v], with zeros at the end."""
+    return F.pad(x, (0, 0, 0, 0, 0, length - x.shape[1]))
+
+
 def _grown(before: Tensor | None, larger: Tensor) -> Tensor:
     """Copy what is in a cache into a larger one."""
     if before is not None:
@@ -209,7 +253,8 @@ def _grown(before: Tensor | None, larger: Tensor) -> Tensor:
 @contextlib.contextmanager
 def cached_rows(models: Sequence[VisionLanguageModel], num_rows: int, device: torch.device) -> Iterator[CachedRows]:
     """Let the layers of a model's chunks on this rank keep what follows from their tokens, within the context."""
-    rows = CachedRows(num_rows, device)
+    divides = models[0].config.context_parallel_size > 1
+    rows = CachedRows(num_rows, device, context_parallel_group() if divides else None)
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for model in models:
         softcap = model.language_model.shape.attention_softcap

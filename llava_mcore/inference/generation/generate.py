@@ -177,7 +177,7 @@ class _AnswerLoop:
             if not self._may_run():
                 return
             batch, length, position = prompt
-            ids = batch.input_ids[:, :length]
+            ids = self.model.prompt_ids(batch, length)
             ids = ids[:, ids[0] < self.model.models[-1].language_model.true_vocab_size]  # those that can be predicted
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
             most_tokens = self.settings.longest_answer(length)
@@ -248,5 +248,5 @@ class _AnswerLoop:
             raise DataError(about[0])
         if about[1] is None:
             return None
-        (batch,) = share_step(groups, None if prompt is None else [prompt.batch], 1, self.fields, all_tokens=True)
+        (batch,) = share_step(groups, None if prompt is None else [prompt.batch], 1, self.fields)
         return batch, *about[1]

@@ -19,7 +19,8 @@ from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.layers import TwoRopeSelfAttention
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.batch import MicroBatch
-from llava_mcore.parallel.groups import Groups, context_parallel_group
+from llava_mcore.parallel.context import place_of
+from llava_mcore.parallel.groups import Groups
 
 
 class TokenAngles:
@@ -79,14 +80,14 @@ class CachedModel:
         self.num_tokens = math.ceil(rows.num_rows / math.lcm(multiple, self._parts)) * math.lcm(multiple, self._parts)
         """Tokens of a pass that gives each row its next token, with padding."""
         self._angles = [TokenAngles(model.language_model, groups.device) for model in models]
-        self._contexts = context_parallel_group() if groups.cp_size > 1 else None
         self._ring = dist.get_process_group_ranks(groups.pipeline_parallel)
 
     def read_prompt(self, batch: MicroBatch, length: int, row: int) -> Tensor | None:
         """Read one prompt into a row.
 
         Args:
-            batch: the prompt alone, padded on the right, which causal attention does not see.
+            batch: the prompt alone, padded on the right, which causal attention does not see; with context parallelism
+                this rank's tokens of it.
             length: its tokens without padding.
 
         Returns:
@@ -108,7 +109,22 @@ class CachedModel:
             return None
         if self._parts > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
-        return self.models[-1].language_model.local_logits(hidden[length - 1 : length])[:1, 0]
+        return self.models[-1].language_model.local_logits(self._of_token(hidden, length - 1))[:1, 0]
+
+    def _of_token(self, hidden: Tensor, token: int) -> Tensor:
+        """Return the hidden states [1, 1, h] of a token of the prompt, of which this rank has [s, 1, h]."""
+        if self.rows.contexts is None:
+            return hidden[token : token + 1]
+        cp_size = self.groups.cp_size
+        owner, index = place_of(token, len(hidden) * cp_size, cp_size)
+        of_token = hidden[index : index + 1].contiguous()
+        dist.broadcast(of_token, group=self.rows.contexts, group_src=owner)
+        return of_token
+
+    def prompt_ids(self, batch: MicroBatch, length: int) -> Tensor:
+        """Return the ids int64 [1, length] of a prompt, of `read_prompt`'s arguments."""
+        divided = self.rows.divided(batch.input_ids[0])
+        return (batch.input_ids if divided is None else divided.gather(batch.input_ids[0])[None])[:, :length]
 
     def read_tokens(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor | None:
         """Read one more token of every row.
@@ -171,8 +187,8 @@ class CachedModel:
     def from_last_stage(self, tokens: Tensor | None, count: int) -> Tensor:
         """Return the tokens int64 [count] that the last stage has chosen, on all stages. Context-parallel ranks, which
         compute the same, take those of the first."""
-        if tokens is not None and self._contexts is not None:
-            dist.broadcast(tokens, group=self._contexts, group_src=0)
+        if tokens is not None and self.rows.contexts is not None:
+            dist.broadcast(tokens, group=self.rows.contexts, group_src=0)
         if len(self._ring) == 1:
             assert tokens is not None
             return tokens

@@ -10,6 +10,7 @@ c: 2 * g * k + n * v, what the convolution reads. All numbers of heads are those
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from llava_mcore.compat.delta_rule import building_without_kernels, fla_kernels, has_fla, torch_rule
 from llava_mcore.config.rules.delta_nets import MISSING_KERNELS
 from llava_mcore.errors import ConfigError
+from llava_mcore.parallel.batch import PackedSamples
 from llava_mcore.parallel.context import DividedRow, HeadExchange
 from llava_mcore.parallel.groups import context_parallel_group
 
@@ -79,7 +81,15 @@ class DeltaRule(nn.Module):
         self.key_heads, self.key_head_dim, self.value_head_dim = key_heads, key_head_dim, value_head_dim
         self.deterministic = deterministic
 
-    def forward(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        mixed: Tensor,
+        weight: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        bounds: Tensor | None,
+        host_bounds: Sequence[int] = (),
+    ) -> Tensor:
         """Return what is attended to, [b, s, n, v].
 
         Args:
@@ -89,10 +99,11 @@ class DeltaRule(nn.Module):
             beta: how much of its value a token writes, [b, s, n].
             bounds: int32 [sequences + 1], where the sequences of the only row begin, and its length; None: each row is
                 one sequence.
+            host_bounds: their values; empty: unknown, so that torch's operations wait for the device to tell them.
         """
         if uses_kernels(mixed, self.deterministic):
             return self._by_kernels(mixed, weight, decay, beta, bounds)[0]
-        ends = [0, mixed.shape[1]] if bounds is None else bounds.tolist()
+        ends = [0, mixed.shape[1]] if bounds is None else host_bounds or bounds.tolist()
         if ends[-1] != mixed.shape[1]:
             raise ValueError(f"sequences end at token {ends[-1]} of {mixed.shape[1]}")
         spans = [slice(a, b) for a, b in pairwise(ends) if b > a]
@@ -183,13 +194,21 @@ class DeltaNet(GatedDeltaNet):
         mixed, gate, beta, alpha = projected.transpose(0, 1).split(self.parts, dim=-1)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
         rule = self._rule_of_heads if self.num_contexts > 1 and self.delta_rule.divides_heads else self.delta_rule
-        attended = rule(mixed, self.conv1d.weight.squeeze(1), decay, beta.sigmoid(), _bounds(packed_seq_params))
+        attended = rule(
+            mixed, self.conv1d.weight.squeeze(1), decay, beta.sigmoid(), *sequence_bounds(packed_seq_params)
+        )
         normed = self.out_norm(attended, gate.unflatten(-1, (-1, self.value_head_dim)))
         output, bias = self.out_proj(normed.flatten(2).transpose(0, 1).contiguous())
         return output, bias
 
     def _rule_of_heads(
-        self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor | None
+        self,
+        mixed: Tensor,
+        weight: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        bounds: Tensor | None,
+        host_bounds: Sequence[int],
     ) -> Tensor:
         """As `DeltaRule.forward`, of this context-parallel rank's tokens; a collective call. bounds: of whole
         sequences."""
@@ -202,7 +221,7 @@ class DeltaNet(GatedDeltaNet):
         mixed, gates = (exchange.to_heads(x.transpose(0, 1)).squeeze(2).transpose(0, 1) for x in (of_ranks, gates))
         decay, local_beta = gates.unflatten(-1, (-1, 2)).unbind(-1)
         weight = torch.cat([x.chunk(cp)[group.rank()] for x in weight.split(sections)])
-        attended = self.delta_rule(mixed, weight, decay, local_beta.to(beta.dtype), bounds)
+        attended = self.delta_rule(mixed, weight, decay, local_beta.to(beta.dtype), bounds, host_bounds)
         return exchange.to_tokens(attended.transpose(0, 1)).transpose(0, 1)
 
 
@@ -224,10 +243,13 @@ def delta_layer(spec: ModuleSpec) -> ModuleSpec:
     )
 
 
-def _bounds(params: PackedSeqParams | None) -> Tensor | None:
-    """Return where packed sequences begin, with the padding between them, and where the last one ends."""
+def sequence_bounds(params: PackedSeqParams | None) -> tuple[Tensor | None, Sequence[int]]:
+    """Return where packed sequences begin, with the padding between them, and where the last one ends; and the values
+    of that if the host knows them."""
     if params is None:
-        return None
+        return None, ()
     padded: Tensor | None = params.cu_seqlens_q_padded
     bounds: Tensor | None = params.cu_seqlens_q
-    return bounds if padded is None else padded
+    if padded is not None:
+        return padded, ()
+    return bounds, params.bounds if isinstance(params, PackedSamples) else ()

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
@@ -39,6 +40,8 @@ from torch import Tensor, nn
 
 from llava_mcore.compat.megatron.layers import change_class
 from llava_mcore.compat.megatron.token_dispatcher import TokenDispatcher, pad_for_gloo
+from llava_mcore.models.language.expert_parts import ExpertPart
+from llava_mcore.models.language.grouped_fp8 import Fp8GroupedProduct, Fp8Matrices
 from llava_mcore.models.language.grouped_products import FrozenGroupedProduct, grouped_product
 from llava_mcore.models.language.router import Router
 
@@ -51,6 +54,14 @@ class ExpertLayer(MoELayer):
             pad_for_gloo()
         super().__init__(config, *args, **kwargs)
         change_class(self.token_dispatcher, TokenDispatcher)
+        self._routed: tuple[Tensor, Tensor] | None = None
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the layer's place in the model from megatron-core, on which it depends whether it multiplies in FP8."""
+        super().set_layer_number(layer_number)
+        config, experts = self.config, self.experts
+        in_fp8 = bool(config.fp8) and not is_first_last_bf16_layer(config, layer_number - 1)
+        experts.linear_fc1.in_fp8 = experts.linear_fc2.in_fp8 = in_fp8
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
@@ -63,6 +74,26 @@ class ExpertLayer(MoELayer):
         """
         self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
         result: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors)
+        return result
+
+    def forward_chosen(
+        self, hidden_states: Tensor, choice: tuple[Tensor, Tensor, Tensor], padding_mask: Tensor | None
+    ) -> tuple[Tensor, None]:
+        """Return the same as `forward`, where the router's part is done: `choice` is what its `choose` returned."""
+        self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
+        logits, probs, chosen = choice
+        self._routed = self.router.with_terms(logits, probs, chosen), chosen
+        try:
+            result: tuple[Tensor, None] = super().forward(hidden_states)
+        finally:
+            self._routed = None
+        return result
+
+    def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return probabilities and choice of each token (called by megatron-core)."""
+        if self._routed is not None:
+            return self._routed
+        result: tuple[Tensor, Tensor] = super().route(hidden_states, padding_mask)
         return result
 
 
@@ -135,6 +166,9 @@ class ExpertMatrices(MegatronModule):
         self.groups, self.split_dim, self.num_blocks = groups, split_dim, num_blocks
         self.make_weight: Callable[[], Tensor] | None = None
         self.fuse_wgrad_accumulation = False  # the name by which Transformer Engine's layers are found, too
+        self.in_fp8 = False
+        self.is_first_microbatch = True  # weights may have changed: the name that megatron-core's schedules look for
+        self.fp8_matrices: Fp8Matrices | None = None
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(num_experts, rows, columns, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(weight)
@@ -153,65 +187,52 @@ class ExpertMatrices(MegatronModule):
         if self.make_weight is not None:
             output: Tensor = FrozenGroupedProduct.apply(x, self.make_weight, ends)
             return output
+        if self.in_fp8:
+            keeps = torch.is_grad_enabled()
+            args = self._quantized(backward=keeps), keeps, self.fuse_wgrad_accumulation
+            output = Fp8GroupedProduct.apply(x, self.weight, ends, *args)
+            return output
         return grouped_product(x, self.weight, ends, adds_to_main_grad=self.fuse_wgrad_accumulation)
+
+    def _quantized(self, *, backward: bool) -> Fp8Matrices:
+        """Return the matrices in FP8, which are made in the first pass after the weights may have changed."""
+        matrices = self.fp8_matrices
+        may_be_old = matrices is None or self.is_first_microbatch or (backward and matrices.columns is None)
+        if matrices is None or (may_be_old and self._has_weight):
+            self.fp8_matrices = matrices = Fp8Matrices.of(self.weight, backward=backward)
+            self.is_first_microbatch = False
+        return matrices
+
+    @property
+    def _has_weight(self) -> bool:
+        """False once the parameter is replaced by another form of it."""
+        return isinstance(self.weight, nn.Parameter)
 
     def freeze_with(self, make_weight: Callable[[], Tensor], device: torch.device) -> None:
         """Replace the parameter by a tensor that is made on a device when it is needed, and never kept."""
+        self._remove_weight(device)
+        self.make_weight = make_weight
+
+    def keep_in_fp8(self) -> None:
+        """Replace the parameter by its forms in FP8, of which both passes read one."""
+        self.fp8_matrices = Fp8Matrices.of(self.weight, backward=True)
+        self._remove_weight(self.weight.device)
+
+    def _remove_weight(self, device: torch.device) -> None:
         marks, dtype = vars(self.weight), self.weight.dtype
         del self.weight
         without_values = torch.empty(0, dtype=dtype, device=device)  # tells these and the marks to adapters
         vars(without_values).update(marks)
         object.__setattr__(self, "weight", without_values)  # not as a parameter
-        self.make_weight = make_weight
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the parameter as a part of the matrices of all experts: [experts, rows, columns], gate before up.
-
-        If ranks divide gate and up, each has rows in both halves of every matrix, so that these are tensors of their
-        own.
-        """
-        if self.make_weight is not None:
+        """Return the parameter as a part of the matrices of all experts: [experts, rows, columns], gate before up."""
+        if not self._has_weight:
             return {}
-        name, lead, groups = f"{prefix}weight", len(sharded_offsets), self.groups
-        replica = (0, 0, groups.expt_dp.rank())
-        ep_rank, ep_size = groups.ep.rank(), groups.ep.size()
-        part, num_parts = groups.expt_tp.rank(), groups.expt_tp.size()
-        if self.num_blocks == 1 or num_parts == 1:
-            places = ((lead, ep_rank, ep_size), (lead + self.split_dim, part, num_parts))
-            tensor = ShardedTensor.from_rank_offsets(
-                name, self.weight, *sharded_offsets, *places, replica_id=replica, prepend_axis_num=lead
-            )
-            return {name: tensor}
-        # Else a tensor for each half of each matrix, which a load puts together again.
-        num_local, num_blocks = len(self.weight), self.num_blocks
-
-        @torch.no_grad()
-        def build(key: str, weight: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
-            blocks = [
-                ((ep_rank * num_local + expert, block), rows)
-                for expert, matrix in enumerate(weight.split(1))
-                for block, rows in enumerate(matrix.chunk(num_blocks, dim=1))
-            ]
-            return [
-                ShardedTensor.from_rank_offsets(
-                    key,
-                    rows,
-                    *sharded_offsets,
-                    (lead, expert, ep_size * num_local),
-                    (lead + 1, block * num_parts + part, num_blocks * num_parts),
-                    replica_id=replica_id,
-                    prepend_axis_num=lead,
-                )
-                for (expert, block), rows in blocks
-            ]
-
-        @torch.no_grad()
-        def merge(blocks: list[Tensor]) -> Tensor:
-            return torch.cat([torch.cat(blocks[i : i + num_blocks], 1) for i in range(0, len(blocks), num_blocks)])
-
-        return {name: ShardedTensorFactory(name, self.weight, build, merge, replica)}
+        name, part = f"{prefix}weight", ExpertPart.of(self.groups, self.split_dim, self.num_blocks)
+        return {name: part.sharded(name, self.weight, sharded_offsets)}
 
 
 class SharedExpert(SharedExpertMLP):

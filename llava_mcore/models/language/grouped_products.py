@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def grouped_product(x: Tensor, weight: nn.Parameter, ends: Tensor, *, adds_to_main_grad: bool = False) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, adds_to_main_grad: bool = False) -> Tensor:
     """Return each expert's tokens times its matrix: [t, k], [e, n, k] → [t, n]. ends: int32 [e], where they end.
 
     Args:
@@ -35,7 +35,7 @@ class GroupedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, ends: Tensor, adds_to_main_grad: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, adds_to_main_grad: bool) -> Tensor:
         """Return the product. adds_to_main_grad: add the weight's gradient to the sum of the step."""
         ctx.save_for_backward(x, ends)
         ctx.weight, ctx.adds_to_main_grad = weight, adds_to_main_grad
@@ -47,7 +47,7 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
         x, ends = ctx.saved_tensors
-        weight: nn.Parameter = ctx.weight
+        weight: Tensor = ctx.weight
         gradient = gradient.contiguous()
         of_x, of_weight = None, None
         if ctx.needs_input_grad[0]:

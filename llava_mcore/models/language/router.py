@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
@@ -46,13 +47,29 @@ class Router(TopKRouter):
     load: Tensor | None = None
     """Tokens of this rank that each expert has got in the current step, [e], without padding."""
 
+    def gating(self, input: Tensor) -> Tensor:
+        """Return logits [s, b, e] of tokens [s, b, h].
+
+        On a GPU, megatron-core's product is Transformer Engine's, which rounds operands of fp32 to TF32.
+        """
+        return F.linear(input, self.weight, self.bias)
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and choice of each token, [t, e] both, of logits [s, b, e]."""
-        probs: Tensor
         probs, chosen = super().routing(logits, padding_mask)
-        if self.token_weights is not None and self.training:
-            probs = self._with_losses(probs, chosen, logits.view(-1, logits.shape[-1]), self.token_weights)
-        return probs, chosen
+        return self.with_terms(logits, probs, chosen), chosen
+
+    def choose(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits [s, b, e], and probabilities and choice as of `routing`, without terms and loads: what depends
+        on hidden states [s, b, h] and weights alone."""
+        logits = self.gating(hidden_states)
+        return logits, *super().routing(logits)
+
+    def with_terms(self, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+        """Return the probabilities, whose backward pass also reaches the terms; remember the load."""
+        if self.token_weights is None or not self.training:
+            return probs
+        return self._with_losses(probs, chosen, logits.view(-1, logits.shape[-1]), self.token_weights)
 
     def _with_losses(self, probs: Tensor, chosen: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
         """Report the load, and let the backward pass of the probabilities also reach the terms.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from llava_mcore.config.sections.data import Limits
 from llava_mcore.data.processors.image_header import ratio_problem
 from llava_mcore.errors import DataError
+from llava_mcore.prepare.media.class_frames import class_frames
 from llava_mcore.prepare.media.item_options import WHOLE_CLIP, ClipOptions
 from llava_mcore.prepare.media.video_packets import LostFrameError, VideoPackets, decoded, read_packets
 from llava_mcore.prepare.row_types import BadSample, Reason
@@ -80,13 +81,16 @@ def _opened(file: BinaryIO) -> InputContainer:
 
 
 def select_frames(times: Sequence[Fraction], last_duration: Fraction, sampling: Sampling) -> tuple[list[int], float]:
-    """Return the indices of the frames that are shown at evenly spaced times, and their number per second.
+    """Return the indices of the frames that a rule keeps, and their number per second: usually those that are shown at
+    evenly spaced times.
 
     Args:
         times: in seconds, in ascending order.
         last_duration: how long the last frame is shown, in seconds.
     """
     duration = times[-1] + last_duration - times[0]
+    if sampling.rule != "times":
+        return class_frames(len(times), float(len(times) / duration), sampling)
     num_sampled = max(1, math.ceil(duration * Fraction(sampling.fps)))
     count = min(max(num_sampled, sampling.min_frames), sampling.max_frames, len(times))
     step = 1 / Fraction(sampling.fps) if count == num_sampled else duration / count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from llava_mcore.prepare.row_types import (
 )
 from llava_mcore.prepare.shard_plan import Options, Rows
 from llava_mcore.prepare.shuffle import ShuffledOrder
-from llava_mcore.prepare.sources.base import SourceFile
+from llava_mcore.prepare.sources.base import RowReader
 from llava_mcore.prepare.sources.detect import Opening
 
 LONGEST_ID, LONGEST_DETAIL = 200, 4000
@@ -53,7 +54,7 @@ LONGEST_ID, LONGEST_DETAIL = 200, 4000
 class ShardSetup:
     """Settings for the shards of a source, sent to every process."""
 
-    files: tuple[SourceFile, ...]
+    files: tuple[RowReader, ...]
     how: Opening
     options: Options
     folder: Path
@@ -100,7 +101,7 @@ class ShardMaker:
         """Yield the good rows as conversations, counted; the others go to `skipped`."""
         for segment in self._ranges(segments):
             file = self._setup.files[segment.file]
-            for row in file.read(segment):
+            for row in islice(file.read(segment), segment.count):  # less than its bytes have, with --max-rows
                 self._on_row()
                 counts.rows += 1
                 try:
@@ -148,7 +149,7 @@ class ShardMaker:
         return drafts
 
     def _conversation(
-        self, file: SourceFile, row: SourceRow, drafts: Sequence[Draft], index: int
+        self, file: RowReader, row: SourceRow, drafts: Sequence[Draft], index: int
     ) -> CheckedConversation:
         how, options = self._setup.how, self._setup.options
         draft, *others = drafts

@@ -27,8 +27,8 @@ class Scan:
     """Parts of the file that are not read."""
 
 
-class SourceFile(Protocol):
-    """One file (or folder) of rows. Small, and sent to every process."""
+class RowReader(Protocol):
+    """Rows that processes write into shards. Small, and sent to every process."""
 
     @property
     def name(self) -> str:
@@ -40,15 +40,19 @@ class SourceFile(Protocol):
         """Base folder of relative paths of images."""
         ...
 
-    def scan(self, cuts: Cuts) -> Scan:
-        """Read through the file once, in little memory. DataError if it cannot be read."""
-        ...
-
     def read(self, segment: RowRange) -> Iterator[SourceRow]:
         """Yield the rows of a segment, which is a single row if rows are shuffled.
 
         Raises DataError if the file can no longer be read.
         """
+        ...
+
+
+class SourceFile(RowReader, Protocol):
+    """One file (or folder) of rows."""
+
+    def scan(self, cuts: Cuts) -> Scan:
+        """Read through the file once, in little memory. DataError if it cannot be read."""
         ...
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.errors import DataError
@@ -19,6 +19,7 @@ from llava_mcore.prepare.sources.arrow import ArrowTable
 from llava_mcore.prepare.sources.base import SourceFile
 from llava_mcore.prepare.sources.lines import BOM, JsonLinesSource
 from llava_mcore.prepare.sources.parquet import ParquetTable
+from llava_mcore.prepare.sources.remote_file import RemoteFolder
 from llava_mcore.prepare.sources.tars import TarShard
 from llava_mcore.prepare.sources.triples import TripleFolder, has_samples
 
@@ -51,13 +52,16 @@ class Opening:
         return LAYOUTS.get(self.format)
 
 
-def find_files(path: Path, how: Opening) -> list[SourceFile]:
-    """Return the source files of a path in order.
+def find_files(path: Path | RemoteFolder, how: Opening) -> list[SourceFile]:
+    """Return the source files of a path, or of a URL, in order.
 
     Raises DataError if there are none, they have several formats, or not the requested one.
     """
-    require_exists(path)
-    files = _files_of_folder(path, how) if path.is_dir() else [_open_file(path, path.parent, how)]
+    if isinstance(path, RemoteFolder):
+        files = _remote_files(path, how)
+    else:
+        require_exists(path)
+        files = _files_of_folder(path, how) if path.is_dir() else [_open_file(path, path.parent, how)]
     wrong = [file.name for file in files if not _fits(file, how.format)]
     if wrong:
         raise DataError(f"{path}: {', '.join(wrong[:5])} cannot be read with --format {how.format}; {ALLOWED}")
@@ -125,17 +129,44 @@ def _files_of_folder(folder: Path, how: Opening) -> list[SourceFile]:
     triples = _folder_of_samples(folder, how.split)
     if triples is not None:
         return [TripleFolder(triples, triples.name, how.image_dir or triples, how.most_bytes)]
-    by_suffix = _by_suffix(folder)
+    return [_open_file(folder / name, folder, how) for name in choose_files(_names(folder), str(folder), how)]
+
+
+def choose_files(names: Sequence[str], folder: str, how: Opening) -> list[str]:
+    """Return the files of a folder that are its rows, in order: those of the one kind and split.
+
+    Args:
+        names: of all files, relative to the folder.
+        folder: for messages.
+
+    Raises:
+        DataError: there are none, or it is not clear which.
+    """
+    by_suffix: dict[str, list[str]] = {}
+    for name in names:
+        if _suffix(name) in FILE_KINDS:
+            by_suffix.setdefault(_suffix(name), []).append(name)
     data = [suffix for suffix in by_suffix if suffix not in JSON_SUFFIXES] or list(by_suffix)
     if len(data) != 1:
         if not data:
             raise DataError(f"{folder} has no files of a supported kind. {ALLOWED}")
         raise DataError(f"{folder} has {' and '.join(sorted(data))} files; name one file or folder. {ALLOWED}")
-    paths = _of_split(by_suffix[data[0]], folder, how.split)
-    folders = sorted({str(path.parent.relative_to(folder)) for path in paths})
+    paths = _of_split(sorted(map(PurePosixPath, by_suffix[data[0]])), folder, how.split)
+    folders = sorted({str(path.parent) for path in paths})
     if len(folders) > 1 and data[0] == ".parquet":
         raise DataError(f"{folder} has tables in several folders; choose one of {', '.join(folders[:10])}")
-    return [_open_file(path, folder, how) for path in paths]
+    return [str(path) for path in paths]
+
+
+def _remote_files(folder: RemoteFolder, how: Opening) -> list[SourceFile]:
+    """Open the files of a URL that are read where they are."""
+    base = how.image_dir or Path(folder.url)
+    return [
+        ParquetTable(file, name, base, how.keys.all(), how.most_bytes)
+        if _suffix(name) == ".parquet"
+        else JsonLinesSource(file, name, base, how.most_bytes)
+        for name, file in folder.files
+    ]
 
 
 def _folder_of_samples(folder: Path, split: str) -> Path | None:
@@ -158,21 +189,19 @@ def _suffix(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _by_suffix(folder: Path) -> dict[str, list[Path]]:
-    """Return the data files of a folder and its subfolders, in order and without hidden ones."""
-    by_suffix: dict[str, list[Path]] = {}
+def _names(folder: Path) -> list[str]:
+    """Return the names of the data files of a folder and its subfolders, without hidden ones."""
+    data_files: list[str] = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            suffix = _suffix(name)
-            if suffix in FILE_KINDS and not name.startswith("."):
-                by_suffix.setdefault(suffix, []).append(Path(root, name))
-    return {suffix: sorted(paths) for suffix, paths in by_suffix.items()}
+        data = [name for name in names if _suffix(name) in FILE_KINDS and not name.startswith(".")]
+        data_files += [str(Path(root, name).relative_to(folder)) for name in data]
+    return data_files
 
 
-def _of_split(paths: Sequence[Path], folder: Path, split: str) -> list[Path]:
+def _of_split(paths: Sequence[PurePosixPath], folder: str, split: str) -> list[PurePosixPath]:
     """Return the files whose names or folders start with the split, or all if no name refers to a split."""
-    spoken = {path: {p.partition("-")[0].partition(".")[0] for p in path.relative_to(folder).parts} for path in paths}
+    spoken = {path: {p.partition("-")[0].partition(".")[0] for p in path.parts} for path in paths}
     known = set(SPLITS) & {word for words in spoken.values() for word in words}
     if not known:
         return list(paths)

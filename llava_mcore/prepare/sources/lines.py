@@ -14,6 +14,7 @@ import numpy as np
 from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.prepare.row_types import BadSample, Reason, RowRange, SourceRow, type_and_value
 from llava_mcore.prepare.sources.base import BLOCK, Cuts, Scan
+from llava_mcore.prepare.sources.remote_file import RemoteFile
 
 BOM = b"\xef\xbb\xbf"
 
@@ -22,7 +23,7 @@ BOM = b"\xef\xbb\xbf"
 class JsonLinesSource:
     """A .jsonl file."""
 
-    path: Path
+    path: Path | RemoteFile
     name: str
     folder: Path
     most_bytes: int = LIMITS.sample_bytes

@@ -13,6 +13,7 @@ from llava_mcore.errors import DataError
 from llava_mcore.prepare.row_types import BadSample, RowRange, SourceRow
 from llava_mcore.prepare.sources.base import BLOCK
 from llava_mcore.prepare.sources.lines import too_large
+from llava_mcore.prepare.sources.remote_file import RemoteFile
 
 ROWS_AT_ONCE = 16
 """Rows to read from a table at a time; images make them large."""
@@ -21,7 +22,7 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, NotImplementedError, Mem
 
 
 def rows_of(
-    path: Path,
+    path: Path | RemoteFile,
     batches: Iterator[pa.RecordBatch],
     segment: RowRange,
     skipped: int,
@@ -50,7 +51,7 @@ def _as_rows(batch: pa.RecordBatch, most_bytes: int) -> Iterator[dict[str, Any] 
         yield too_large("a row", most_bytes) if row.nbytes > most_bytes else row.to_pylist()[0]
 
 
-def guarded[T](path: Path, batches: Iterator[T]) -> Iterator[T]:
+def guarded[T](path: Path | RemoteFile, batches: Iterator[T]) -> Iterator[T]:
     """Report errors of reading as DataError."""
     try:
         yield from batches
@@ -58,8 +59,10 @@ def guarded[T](path: Path, batches: Iterator[T]) -> Iterator[T]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def ends_hash(path: Path) -> str:
-    """Return a hash of a file's size, head and tail. The tail has Parquet's index."""
+def ends_hash(path: Path | RemoteFile) -> str:
+    """Return a hash of a file's size, head and tail, or of a remote file's version. The tail has Parquet's index."""
+    if isinstance(path, RemoteFile):
+        return path.fingerprint()
     size = path.stat().st_size
     sha = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llava_mcore.compat.megatron.graphs import destroy_graphs, make_graphs, new_pool, parameter_gathering
 from llava_mcore.training.graphs.packs import Packs, Sample
-from llava_mcore.training.graphs.segments import LayerSegment, segment_of
+from llava_mcore.training.graphs.segments import LayerSegment, Outputs, segment_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class LayerGraphs:
         self._config, self._packs = config, packs
         self._gather = parameter_gathering(chunk)
         self._segments = [segment_of(layers, packs) for layers in segments]
-        self._graphs: dict[tuple[int, ...], list[Callable[..., Tensor]]] = {}
+        self._graphs: dict[tuple[int, ...], list[Callable[..., Outputs]]] = {}
         self._seen: dict[tuple[int, ...], list[Sample]] = {}
         self._without: set[tuple[int, ...]] = set()
         """Shapes that have no graphs and get none."""
@@ -64,7 +64,7 @@ class LayerGraphs:
                 vars(layer)["forward"] = partial(self._forward, index, layer)
 
     def capture(self) -> None:
-        """Capture graphs of the shapes that have been seen without one; a collective call of tensor-parallel ranks.
+        """Capture graphs of the shapes that have been seen without one; a collective call of the ranks of a replica.
 
         Call when no gradients are kept: sums of gradients are not defined afterwards.
         """
@@ -81,7 +81,7 @@ class LayerGraphs:
             destroy_graphs(graphs)
         self._graphs.clear()
 
-    def _captured(self, samples: list[Sample]) -> list[Callable[..., Tensor]]:
+    def _captured(self, samples: list[Sample]) -> list[Callable[..., Outputs]]:
         """Return the graphs of all segments for arguments of these shapes."""
         logger.info("capturing CUDA graphs for %s", self._packs.describe(samples[0]))
         self._mark_fused()
@@ -123,8 +123,8 @@ class LayerGraphs:
                 shape = _shape(inputs)
                 if shape in self._graphs:
                     segment.is_done = True
-                    hidden_states = self._replay(segment, self._graphs[shape][index], inputs)
-                    hidden_states = segment.finish(hidden_states, packed_seq_params, more.get("padding_mask"))
+                    outputs = self._replay(segment, self._graphs[shape][index], inputs)
+                    hidden_states = segment.finish(outputs, packed_seq_params, more.get("padding_mask"))
                     return segment.add_features(hidden_states, context), context
                 if shape not in self._without:
                     sample = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
@@ -150,7 +150,7 @@ class LayerGraphs:
             self._pass = packed, self._packs.tensors(hidden_states.shape[0], packed, angles)
         return self._pass[1]
 
-    def _replay(self, segment: LayerSegment, graph: Callable[..., Tensor], inputs: Sample) -> Tensor:
+    def _replay(self, segment: LayerSegment, graph: Callable[..., Outputs], inputs: Sample) -> Outputs:
         if self._gather is not None:
             for module in segment.modules():
                 self._gather(module)

@@ -75,7 +75,9 @@ def decoder_graphs(
     of_first = segment_of(segments[0], packs).parameters()
     has_gradient = flows_below or not has_experts(segments[0][0]) or any(p.requires_grad for p in of_first)
     reasons = {
-        "captures attention in layers with experts, and that of the first trains nothing here": not has_gradient,
+        "captures attention and router in layers with experts, and those of the first train nothing here": (
+            not has_gradient
+        ),
         "needs Transformer Engine's layers, which this run does not have": config.transformer_impl == "local",
         "does not work with dropout, which config.json asks for": config.attention_dropout or config.hidden_dropout,
     }

@@ -1,4 +1,4 @@
-"""Parts that become one CUDA graph: consecutive layers, or the attention of a layer with experts.
+"""Parts that become one CUDA graph: consecutive layers, or attention and router of a layer with experts.
 
 t: tokens or patches, h: hidden size.
 """
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llava_mcore.adapters.attach import adapters_of
-from llava_mcore.compat.megatron.layers import attention_of, mlp_of
+from llava_mcore.compat.megatron.layers import after_mlp, attention_of, mlp_of, norm_before_mlp
 from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.training.graphs.packs import Packs
+
+Outputs = Tensor | tuple[Tensor, ...]
+"""Results of a graph."""
 
 # megatron-core's mark of layers whose weights may have changed since their last forward pass.
 _FIRST = "is_first_microbatch"
@@ -27,12 +30,12 @@ _FIRST = "is_first_microbatch"
 
 def segment_of(layers: Sequence[TransformerLayer], packs: Packs) -> LayerSegment:
     """Return layers as a segment. A layer with experts is one of its own: see `has_experts`."""
-    return AttentionSegment(layers, packs) if has_experts(layers[0]) else LayerSegment(layers, packs)
+    return RoutingSegment(layers, packs) if has_experts(layers[0]) else LayerSegment(layers, packs)
 
 
 def has_experts(layer: TransformerLayer) -> bool:
-    """Return whether a layer sends tokens to experts: their numbers differ, so that only its attention has fixed
-    shapes."""
+    """Return whether a layer sends tokens to experts: their numbers differ, so that only attention and router have
+    fixed shapes."""
     return isinstance(layer.mlp, ExpertLayer)
 
 
@@ -76,21 +79,22 @@ class LayerSegment(nn.Module):
             marks[_FIRST] = False
         return is_first
 
-    def finish(self, hidden_states: Tensor, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
+    def finish(self, outputs: Outputs, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
         """Return what the layers return, of what `forward` has returned: the same.
 
         Args:
             packed: the arguments of the layers in this pass.
             padding_mask: likewise.
         """
-        return hidden_states
+        assert isinstance(outputs, Tensor)
+        return outputs
 
     def add_features(self, hidden_states: Tensor, context: Tensor | None) -> Tensor:
         """Return what `forward` returned with the features of the last layer, if it adds some."""
         last = self.layers[-1]
         return last.add_features(hidden_states, context) if isinstance(last, DeepstackLayer) else hidden_states
 
-    def forward(self, *sample: Tensor) -> Tensor:
+    def forward(self, *sample: Tensor) -> Outputs:
         """Return hidden states [t, 1, h], [t / tp, 1, h] with sequence parallelism, of a `Sample`."""
         hidden_states = sample[0]
         params, angles = self.packs.arguments(*sample)
@@ -102,20 +106,39 @@ class LayerSegment(nn.Module):
         return hidden_states
 
 
-class AttentionSegment(LayerSegment):
-    """The attention of a layer with experts, and its residual connection. The experts follow without a graph."""
+class RoutingSegment(LayerSegment):
+    """Attention and router of a layer with experts, their norms, and the residual connection of the attention. The
+    routers' terms and the experts follow without a graph.
+
+    A router that chooses at random is not captured, as no graph draws random numbers.
+    """
 
     def _captured(self) -> nn.ModuleList:
-        (layer,) = self.layers
-        return nn.ModuleList([layer.input_layernorm, layer.self_attention])
+        layer, experts = self._layer()
+        self.routes = not experts.config.moe_router_force_load_balancing
+        more = [layer.pre_mlp_layernorm, experts.router] if self.routes else []
+        return nn.ModuleList([layer.input_layernorm, layer.self_attention, *more])
 
-    def finish(self, hidden_states: Tensor, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
+    def _layer(self) -> tuple[TransformerLayer, ExpertLayer]:
+        (layer,) = self.layers
+        assert isinstance(layer.mlp, ExpertLayer)
+        return layer, layer.mlp
+
+    def finish(self, outputs: Outputs, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
         """Return what the layer returns, of what `forward` has returned: the experts' outputs are added."""
-        (layer,) = self.layers
-        return mlp_of(layer, hidden_states, packed, padding_mask)
+        layer, experts = self._layer()
+        if isinstance(outputs, Tensor):
+            return mlp_of(layer, outputs, packed, padding_mask)
+        hidden_states, normed, logits, probs, chosen = outputs
+        return after_mlp(layer, experts.forward_chosen(normed, (logits, probs, chosen), padding_mask), hidden_states)
 
-    def forward(self, *sample: Tensor) -> Tensor:
-        """Return hidden states before the norm of the experts, shapes as of `LayerSegment`."""
+    def forward(self, *sample: Tensor) -> Outputs:
+        """Return hidden states before the norm of the experts, shapes as of `LayerSegment`; these after that norm; and
+        what the router's `choose` returns."""
         params, angles = self.packs.arguments(*sample)
-        (layer,) = self.layers
-        return attention_of(layer, sample[0], params, angles)
+        layer, experts = self._layer()
+        hidden_states = attention_of(layer, sample[0], params, angles)
+        if not self.routes:
+            return hidden_states
+        normed = norm_before_mlp(layer, hidden_states)
+        return hidden_states, normed, *experts.router.choose(normed)

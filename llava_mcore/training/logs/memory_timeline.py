@@ -37,7 +37,7 @@ _PLACES = (
     ("optimizer step", ("/megatron/core/optimizer/", "/training/optimization/", "/torch/optim/")),
     ("batch", ("/llava_mcore/parallel/share", "/llava_mcore/parallel/batch", "/llava_mcore/training/fetch")),
     ("loss", ("/llava_mcore/models/loss/", "/llava_mcore/training/loss_terms", "cross_entropy")),
-    ("communication", ("/megatron/core/distributed/", "p2p_communication")),
+    ("communication", ("/param_and_grad_buffer.py", "/finalize_model_grads.py", "p2p_communication")),
     ("vision tower", ("/models/vision/", "/models/audio/", "/models/connectors/")),
     ("language model", ("/llava_mcore/models/", "/megatron/core/models/", "/megatron/core/transformer/")),
 )

@@ -32,11 +32,13 @@ def good(tmp_path: Path) -> list[str]:
         ([f"{TP}=2", "parallel.sequence_parallel=true"], True),
         ([f"{PP}=2", "parallel.vision_data_parallel=false"], True),
         ([f"{COMM_TYPE}=a2a"], True),
-        (["data.packing=false", f"{COMM_TYPE}=all_gather"], True),
+        ([f"{COMM_TYPE}=all_gather"], True),
+        ([f"{CP}=4", f"{COMM_TYPE}=a2a+p2p", "parallel.cp_a2a_size=2"], True),
         (["training.precision=fp32", LAYERS], True),
         (["data.sample_multiple=16"], True),
         (["adapter.r=8", "model.recompute=full"], True),
         (["validation.eval_generate=5"], True),
+        (["model.cuda_graphs=true"], True),
     ],
     ids=str,
 )
@@ -54,14 +56,21 @@ def test_layouts_that_fit(good: list[str], changes: list[str], on_gpus: bool) ->
         ),
         (["data.seq_length=2050"], "--seq-length 2050 must be a multiple of 16 with --cp 2: change it"),
         (["data.sample_multiple=6"], "data.sample_multiple 6 is not a multiple of 4 = 2 x --cp 2"),
-        ([f"{COMM_TYPE}=all_gather"], "--cp-comm-type all_gather does not keep packed samples apart: use p2p or a2a"),
+        ([f"{COMM_TYPE}=a2a+p2p", "parallel.cp_a2a_size=2"], "--cp 2 cannot be divided into groups of neighbors"),
+        (
+            [f"{CP}=4", f"{COMM_TYPE}=a2a+p2p"],
+            "--cp-comm-type a2a+p2p needs --cp-a2a-size: of --cp 4 processes, 2 neighbors can exchange heads",
+        ),
+        (
+            [f"{CP}=4", f"{COMM_TYPE}=a2a+p2p", "parallel.cp_a2a_size=3"],
+            "--cp-comm-type a2a+p2p does not work with --cp-a2a-size 3: of --cp 4 processes, 2",
+        ),
         ([LAYERS, f"{COMM_TYPE}=p2p"], "--cp-comm-type chooses how Transformer Engine's attention exchanges tokens"),
         (["training.precision=fp32"], "Transformer Engine's attention of divided tokens is for half precision"),
         (
             ["data.packing=false", "model.attention_backend=flash"],
             "--cp 2: --flash-attn divides the tokens of packed samples only: add --packing",
         ),
-        (["model.cuda_graphs=true"], "--cuda-graphs does not work with --cp 2 yet: omit one of them"),
     ],
     ids=str,
 )
@@ -75,6 +84,11 @@ def test_each_rule(good: list[str], changes: list[str], expected: str) -> None:
     ("dims", "changes", "expected"),
     [
         ({"num_query_groups": 1}, [f"{COMM_TYPE}=a2a"], "does not divide the 1 key/value heads of M: lower --cp"),
+        (
+            {"num_query_groups": 1},
+            [f"{CP}=4", f"{COMM_TYPE}=a2a+p2p", "parallel.cp_a2a_size=2"],
+            "--tp 1 x --cp-a2a-size 2 = 2 does not divide the 1 key/value heads of M: lower --cp-a2a-size, or use",
+        ),
         (
             {"delta_key_heads": 2, "delta_value_heads": 8, "delta_width": 64},
             [f"{CP}=4"],

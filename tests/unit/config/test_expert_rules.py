@@ -36,6 +36,7 @@ def good(tmp_path: Path) -> list[str]:
         [f"{EP}=1", f"{ETP}=2", "parallel.use_distributed_optimizer=false"],
         [f"{EP}=2", f"{ETP}=2"],
         ["adapter.r=8", "adapter.expert_r=4"],
+        ["adapter.expert_r=4", f"{EP}=2", f"{ETP}=2"],
         ["training.precision=fp16", "training.loss_scale=128"],
         ["validation.eval_generate=5"],
         [f"{TP}=1", "parallel.sequence_parallel=false", "model.recompute=selective"],
@@ -58,7 +59,6 @@ def test_layouts_that_fit(good: list[str], changes: list[str]) -> None:
         (["training.precision=fp16"], "excludes the adapting loss scale of --precision fp16"),
         (["adapter.expert_r=8", "adapter.dora=true"], "--lora-dora does not work with adapter.expert_r"),
         (["adapter.expert_r=8", "adapter.dropout=0.1"], "--lora-dropout does not work with adapter.expert_r"),
-        (["adapter.expert_r=8", f"{EP}=2", f"{ETP}=2"], "adapter.expert_r works with whole experts: omit --etp"),
         (["adapter.r=8", "adapter.quantize=nf4", f"{EP}=2", f"{ETP}=2"], "--lora-quantize quantizes whole experts"),
         ([f"{ETP}=5"], "--etp 5 does not divide the width of an expert, which is 48"),
     ],
@@ -71,11 +71,23 @@ def test_layouts_that_do_not_fit(good: list[str], changes: list[str], expected: 
     assert any(expected in problem for problem in found), found
 
 
-def test_options_of_gpus_that_experts_do_not_have(good: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("width", "changes", "expected"),
+    [
+        (48, [], ""),
+        (48, [f"{EP}=1", f"{ETP}=2"], "which is 48 in the model, is not a multiple of 32"),
+        (40, [], "--fp8: the width of an expert, which is 40 in the model, is not a multiple of 16, as FP8 products"),
+        (48, ["training.precision=fp16", "training.loss_scale=128"], "omit --precision fp16"),
+    ],
+    ids=str,
+)
+def test_fp8(good: list[str], width: int, changes: list[str], expected: str) -> None:
+    """Also with CUDA graphs."""
     options = ["training.fp8=true", "training.precision=bf16", "model.cuda_graphs=true", "data.packing=true"]
-    run = load_run_config(None, [*good, f"{PP}=1", f"{EP}=1", *options])
-    found = "\n".join(check_run(run, WITH_EXPERTS, world_size=2, device_available=True))
-    assert "--fp8 does not work with experts yet" in found and "--cuda-graphs" not in found
+    run = load_run_config(None, [*good, f"{PP}=1", f"{EP}=1", *options, *changes])
+    dims = replace(WITH_EXPERTS, expert_ffn_hidden_size=width)
+    found = check_run(run, dims, world_size=2, device_available=True)
+    assert found == [] if not expected else any(expected in problem for problem in found), found
 
 
 def test_flags_for_a_model_without_experts(good: list[str]) -> None:

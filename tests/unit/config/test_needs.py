@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "adapter.quantize": ("nf4", ["adapter.r=4"]),
     "adapter.frozen": ("/d", ["adapter.r=4"]),
     "parallel.cp_comm_type": ("a2a", ["parallel.context_parallel_size=2"]),
+    "parallel.cp_a2a_size": ("2", ["parallel.context_parallel_size=4", "parallel.cp_comm_type=a2a+p2p"]),
     "parallel.sequence_parallel": ("true", ["parallel.tensor_model_parallel_size=2"]),
     "parallel.vision_data_parallel": ("true", ["parallel.tensor_model_parallel_size=2"]),
     "parallel.hsdp_replicas": ("2", ["parallel.fsdp=optim"]),

@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "a folder": (("--hf-dir", "{hf}", "--data-path", "{data}", "--out", "{root}"), "is a folder: give the name"),
     "no effect": (("--hf-dir", "{hf}", "--split", "val", *Q), "--every-answer belong to --data-path"),
     "batch size": (("--hf-dir", "{hf}", "--batch-size", "2", *Q), "--batch-size is for the questions"),
-    "layout": (("--hf-dir", "{hf}", "--tp", "2", *Q), "--tp and --pp are for --megatron-dir"),
+    "layout": (("--hf-dir", "{hf}", "--tp", "2", *Q), "--tp, --cp and --pp are for --megatron-dir"),
     "bits": (("--megatron-dir", "{megatron}", "--load-in-4bit", *Q), "are for --hf-dir: run export-hf first"),
     "both bits": (("--hf-dir", "{hf}", "--load-in-4bit", "--load-in-8bit", *Q), "exclude each other"),
     "top-p": (("--hf-dir", "{hf}", "--top-p", "0.5", *Q), "need --temperature"),

@@ -20,6 +20,8 @@ from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
+from llava_mcore.models.language.delta_net import DeltaRule, sequence_bounds
+from llava_mcore.parallel.batch import PackedSamples
 from tests.helpers.class_checks import assert_logits_and_gradients, edited
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.unit.models.test_qwen import CONVERSATIONS, theirs_of
@@ -59,6 +61,21 @@ def test_logits_and_gradients_with_the_published_epsilon(tmp_path: Path) -> None
     """Within twice what transformers' own in fp32 differ from those in fp64, for each sample alone."""
     make_hf_qwen(tmp_path / "hf", "qwen3_5", seed=1, text_overrides={"rms_norm_eps": 1e-6})
     assert_logits_and_gradients(tmp_path / "hf", CONVERSATIONS, theirs_of, tmp_path / "m", noisy=True)
+
+
+def test_packed_samples_are_read_one_by_one_without_waiting_for_the_device() -> None:
+    """Where the host knows the bounds. Those on the device have no values here."""
+    generator = torch.Generator().manual_seed(0)
+    rule = DeltaRule(2, 8, 8, deterministic=True)
+    mixed, weight = (torch.randn(x, generator=generator) for x in ((1, 24, 2 * 16 + 32), (64, 4)))
+    decay, beta = (torch.rand(1, 24, 4, generator=generator) for _ in range(2))
+    bounds = [0, 10, 10, 24]
+    unknown = torch.tensor(bounds, dtype=torch.int32, device="meta")
+    packed = rule(mixed, weight, -decay, beta, unknown, bounds)
+    apart = [rule(mixed[:, x], weight, -decay[:, x], beta[:, x], None) for x in (slice(0, 10), slice(10, 24))]
+    assert torch.equal(packed, torch.cat(apart, dim=1))
+    params = PackedSamples(qkv_format="thd", cu_seqlens_q=unknown, cu_seqlens_kv=unknown, bounds=bounds)
+    assert sequence_bounds(params) == (unknown, bounds)
 
 
 def test_what_cannot_be_computed_is_named(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, IMAGE_FIELDS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.image_tokens import insert_features
 from llava_mcore.parallel.batch import MicroBatch
-from llava_mcore.parallel.context import across_nodes, cut, gathered_rows, local_tokens, uncuttable
+from llava_mcore.parallel.context import across_nodes, cut, gathered_rows, local_tokens, place_of, uncuttable
 
 
 def batch_of(bounds: list[int], *, rows: int = 1) -> MicroBatch:
@@ -68,6 +68,14 @@ def test_ranks_have_the_same_number_of_pairs_and_gathered_tokens_find_their_plac
     assert torch.equal(gathered, torch.arange(bounds[-1]))
     starts = torch.cat([torch.full((b - a,), a) for a, b in pairwise(bounds)])
     assert len({int((tokens - starts[tokens]).sum()) for tokens in local}) == 1, "the earlier tokens that are seen"
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_the_place_of_a_token(cp: int) -> None:
+    of_ranks = [local_tokens([0, 48], cp, rank).tolist() for rank in range(cp)]
+    for token in range(48):
+        rank, index = place_of(token, 48, cp)
+        assert of_ranks[rank][index] == token
 
 
 def test_a_pack_that_cannot_be_cut() -> None:

@@ -80,6 +80,10 @@ def test_messages_by_kind() -> None:
     assert seconds["all_gather"] == pytest.approx(3 * tokens * 4 * 4096 / link, rel=1e-3)
     assert seconds["p2p"] == pytest.approx(seconds["all_gather"], rel=0.1)  # less what is multiplied meanwhile
     assert seconds["a2a"] == pytest.approx(0.75 * tokens * 2 * 4 * 4096 / link, rel=1e-3)
+    # Two neighbors exchange half of each tensor, and a ring of two passes the keys of both, of half of the heads.
+    levels: Any = replace(chosen, cp_comm_type="a2a+p2p", cp_a2a_size=2)
+    both = predict(MODEL, levels, packs, slow).stages[0].forward.messages / 32
+    assert both == pytest.approx(seconds["p2p"] / 3 + seconds["a2a"] * 2 / 3, rel=0.1)
     # With fewer key/value heads than query heads a ring sends less, with tensor parallelism both.
     grouped = replace(MODEL, decoder=replace(DECODER, groups=8))
     assert predict(grouped, chosen, packs, slow).stages[0].forward.messages / 32 < seconds["p2p"] / 3.5

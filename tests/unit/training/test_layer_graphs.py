@@ -11,6 +11,7 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 import pytest
 import torch
+from megatron.core.transformer.moe import router as megatron_router
 from torch import Tensor, nn
 
 from llava_mcore.compat.megatron.graphs import DropActivations
@@ -74,7 +75,7 @@ class Calls:
 
     def __call__(
         self, parts: Sequence[nn.Module], samples: Sequence[tuple[Tensor, ...]], **_: Any
-    ) -> list[Callable[..., Tensor]]:
+    ) -> list[Callable[..., Any]]:
         self.captured.append([tuple(x.shape[0] for x in sample) for sample in samples])
         return [Call(self, part) for part in parts]
 
@@ -85,10 +86,9 @@ class Call:
     def __init__(self, calls: Calls, part: nn.Module) -> None:
         self._calls, self._part = calls, part
 
-    def __call__(self, *given: Tensor, is_first_microbatch: bool) -> Tensor:
+    def __call__(self, *given: Tensor, is_first_microbatch: bool) -> Any:
         self._calls.calls += 1
-        result: Tensor = self._part(*given)
-        return result
+        return self._part(*given)
 
     def reset(self) -> None:
         self._calls.destroyed += 1
@@ -250,11 +250,17 @@ def test_features_are_added_between_graphs(tmp_path: Path, calls: Calls) -> None
     assert calls.calls == 2 * len(case.packs) * len(segments)
 
 
-def test_experts_follow_without_a_graph(tmp_path: Path, calls: Calls) -> None:
-    """Only the attention of such a layer is captured: routers report their terms and loads as without graphs."""
+@pytest.mark.parametrize("balance", [False, True], ids=["router", "random"])
+def test_experts_follow_without_a_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, balance: bool
+) -> None:
+    """Attention and router of such a layer are captured, terms and loads of routers are as without graphs. A router
+    that chooses at random is not captured."""
+    monkeypatch.setattr(megatron_router, "apply_random_logits", lambda logits: logits.flip(-1))
     make_hf_llava(tmp_path / "hf", text="qwen3_moe")
     import_hf(tmp_path / "hf", tmp_path / "megatron")
     flags = {"data.packing": True, "router.aux_loss_coef": 0.1, "router.z_loss_coef": 0.1}
+    flags |= {"router.force_balance": balance}
     run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **flags)
     trainer = make_trainer(join_alone(), run)
     expected = train(trainer, loads=True)
@@ -263,18 +269,15 @@ def test_experts_follow_without_a_graph(tmp_path: Path, calls: Calls) -> None:
     segments = list(model_graphs.decoder_segments(model))
     assert [[layer.layer_number for layer in layers] for layers in segments] == [[1], [2], [3], [4]]
     frozen = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **{"adapter.expert_r": 2})
-    with pytest.raises(ConfigError, match="in layers with experts, and that of the first trains nothing here: omit"):
+    with pytest.raises(ConfigError, match="in layers with experts, and those of the first train nothing here: omit"):
         adapted = make_trainer(join_alone(), frozen)
         model_graphs.model_graphs(adapted.models[0], adapted.chunks[0], frozen)
     graphs = LayerGraphs(segments, model.config, trainer.chunks[0], TokenPacks(LENGTH))
     captured = {id(p) for segment in graphs._segments for p in segment.parameters()}
     names = {name for name, p in model.decoder.layers.named_parameters() if id(p) not in captured}
-    assert {name.partition(".")[2] for name in names if name[0] in "023"} == {
-        "pre_mlp_layernorm.weight",
-        "mlp.router.weight",
-        "mlp.experts.linear_fc1.weight",
-        "mlp.experts.linear_fc2.weight",
-    }
+    of_router = {"pre_mlp_layernorm.weight", "mlp.router.weight"} if balance else set()
+    of_experts = {f"mlp.experts.linear_fc{i}.weight" for i in (1, 2)}
+    assert {name.partition(".")[2] for name in names if name[0] in "023"} == of_router | of_experts
     assert not any(name.startswith("1.") for name in names), "the second layer has a plain MLP"
     object.__setattr__(trainer, "graphs", [graphs])
     assert train(trainer, loads=True) == expected

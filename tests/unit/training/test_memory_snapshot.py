@@ -25,7 +25,10 @@ from llava_mcore.training.memory_snapshot import MAX_BLOCKS, bounded
 
 MIB = 1 << 20
 CALLS = {
-    "language model": [("/x/megatron/core/transformer/mlp.py", "forward")],
+    "language model": [
+        ("/x/megatron/core/transformer/mlp.py", "forward"),
+        ("/x/megatron/core/distributed/data_parallel_base.py", "forward"),  # the wrapper around the whole model
+    ],
     "vision tower": [("/x/torch/nn/functional.py", "gelu"), ("/x/llava_mcore/models/vision/transformer.py", "forward")],
     "loss": [
         ("/x/llava_mcore/models/loss/linear_cross_entropy.py", "forward"),

@@ -1,0 +1,99 @@
+"""FP8 products of experts: values and gradients near those of a loop over them in bfloat16, and what is kept when."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from llava_mcore.models.language.grouped_fp8 import Fp8GroupedProduct, Fp8Matrices
+from tests.helpers.emulated_fp8 import emulated_fp8
+from tests.unit.models.test_grouped_product import COUNTS, loop, operands
+
+TOLERANCE = 0.05
+"""Relative error of a product whose operands have three bits after the first."""
+
+
+@pytest.fixture(autouse=True)
+def emulated() -> Iterator[None]:
+    with emulated_fp8():
+        yield
+
+
+def product(x: Tensor, weight: Tensor, ends: Tensor, adds: bool = False) -> Tensor:
+    output: Tensor = Fp8GroupedProduct.apply(x, weight, ends, Fp8Matrices.of(weight, backward=True), True, adds)
+    return output
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    one, other = found.detach().double(), expected.detach().double()
+    return float((one - other).norm() / other.norm().clamp(min=1e-60))
+
+
+def check(counts: list[int], device: str) -> None:
+    """Also on GPUs: see tests/gpu."""
+    x, weight, ends, gradient = operands(counts, device)
+    expected = loop(x, weight, counts)
+    expected_gradients = torch.autograd.grad(expected, [x, weight], gradient)
+    output = product(x, weight, ends)
+    found = torch.autograd.grad(output, [x, weight], gradient)
+    for a, b in zip((output, *found), (expected, *expected_gradients), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype == torch.bfloat16
+        assert error(a, b) < TOLERANCE
+    assert not found[1][[i for i, count in enumerate(counts) if not count]].any(), "zeros, not what was in memory"
+    # Added to the fp32 sum of a step, as data parallelism prepares it.
+    vars(weight)["main_grad"] = torch.ones(weight.shape, device=device)
+    product(x, weight, ends, adds=True).backward(gradient)
+    assert vars(weight)["grad_added_to_main_grad"] is True
+    torch.testing.assert_close(vars(weight)["main_grad"], 1 + found[1].float())
+
+
+@pytest.mark.parametrize("counts", [*COUNTS, [40, 16, 1, 300]], ids=str)
+def test_values_and_gradients(counts: list[int]) -> None:
+    check(counts, "cpu")
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+def test_scales_follow_the_values(size: float) -> None:
+    """Gradients of any size, as those of a step's sum of losses."""
+    counts = [3, 0, 8, 1]
+    x, weight, ends, gradient = operands(counts, "cpu")
+    expected = torch.autograd.grad(loop(x, weight, counts), [x, weight], gradient * size)
+    found = torch.autograd.grad(product(x, weight, ends), [x, weight], gradient * size)
+    assert all(error(a, b) < TOLERANCE for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", ["x", "gradient"])
+def test_values_that_are_no_numbers_are_not_lost(value: float, place: str) -> None:
+    """A step with such values is skipped, so they must reach the gradients."""
+    x, weight, ends, gradient = operands([3, 0, 8, 1], "cpu")
+    with torch.no_grad():
+        (x if place == "x" else gradient)[1, 2] = value
+    found = torch.autograd.grad(product(x, weight, ends), [x, weight], gradient)
+    assert not found[1].isfinite().all()
+
+
+def saved(run: Callable[[], Tensor]) -> list[torch.dtype]:
+    """Return the types of what a forward pass keeps."""
+    kept: list[torch.dtype] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return kept
+
+
+def test_only_what_gradients_need_is_kept() -> None:
+    x, weight, ends, _ = operands([3, 0, 8, 1], "cpu")
+    assert saved(lambda: product(x, weight, ends)).count(torch.float8_e4m3fn) == 1
+    frozen = weight.detach()
+    assert torch.float8_e4m3fn not in saved(lambda: product(x, frozen, ends))
+    assert Fp8Matrices.of(frozen, backward=False).columns is None

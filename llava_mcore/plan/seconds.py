@@ -123,7 +123,7 @@ def host_passes(model: Model, layout: RunLayout, stage: int, fit: Efficiency) ->
 
 
 def host_layer(model: Model, layout: RunLayout, fit: Efficiency) -> float:
-    """Return the time in which the host starts the kernels of a decoder layer, both passes; the mean over the layers."""
+    """Return the time in which the host starts the kernels of a layer in both passes; the mean of the layers."""
     dense = fit.host_graph if layout.graphs else 1.0 + fit.host_fp8 * (layout.fp8 != "none")
     dense *= 1.0 + (fit.host_lora if layout.adapter.language and not layout.graphs else 0.0)
     dense *= 1.0 + (fit.host_tp if layout.tp > 1 and not layout.graphs else 0.0)

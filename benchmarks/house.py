@@ -75,7 +75,7 @@ more files than the goal has. Most pairs of neighbors (`turns.py` and `open_stre
 
 `--lora-r` counts `lora_rank`, which adapters used to call `rank`; two of the files are of `plan`, which is newer than
 "before". A new flag, metric, loss term, optimizer, connector or class touches one to three files
-(`tests/unit/project/test_new_lines.py`). [Ten tasks from the pages alone](first_hour.md) are another measure.
+(`tests/unit/project/test_new_lines.py`). [Tasks from the pages alone](first_hour.md) are another measure.
 """
 
 

@@ -148,6 +148,7 @@ def _transpose(
     rows = tl.arange(0, ROWS)
     inside = columns < width
     largest = tl.full((COLUMNS,), SMALLEST, tl.float32)
+    # The largest value of each column gives its scale.
     first = 0
     while first < count:  # not range, whose end Triton's interpreter takes from no tensor
         places = (first + rows).to(tl.int64)[:, None] * width + columns[None, :]
@@ -155,6 +156,7 @@ def _transpose(
         largest = tl.maximum(largest, tl.max(tl.abs(tile.to(tl.float32)), 0))
         first += ROWS
     tl.store(scales + columns, largest / LARGEST, mask=inside)
+    # The same tiles again, scaled and written as rows.
     inverse = LARGEST / largest
     first = 0
     while first < size:

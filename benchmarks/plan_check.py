@@ -12,7 +12,7 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.plan_rows import Row, rows
@@ -61,16 +61,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         models = {}
         for row in rows():
-            if row.shape not in models:
-                make_hf_folder(Path(work) / row.shape, row.shape, seq_length=8192)
-                models[row.shape] = read_model(Path(work) / row.shape)
-        show([compare(row, models[row.shape]) for row in rows()])
+            key = (row.shape, row.layers)
+            if key not in models:
+                folder = Path(work) / f"{row.shape}-{row.layers}"
+                make_hf_folder(folder, row.shape, seq_length=8192, num_layers=row.layers)
+                models[key] = read_model(folder)
+        show([compare(row, models[row.shape, row.layers]) for row in rows()])
 
 
 def compare(row: Row, model: Model, fit: Efficiency | None = None) -> Compared:
-    """Predict a row."""
-    if row.layers is not None:
-        model = replace(model, decoder=replace(model.decoder, num_layers=row.layers))
+    """Predict a row. `model`: with as many layers as the row's."""
     sizes = SHAPES[row.shape].sizes
     samples = like_llava(sizes) if sizes else spoken()
     layout = layout_of(row.run, row.world, model.decoder.num_layers)

@@ -28,6 +28,8 @@ FITTED = {
     ("train_step_qwen2_5_vl_2.json", 0),
     ("train_step_qwen2_5_vl_2.json", 1),
     ("train_step_qwen2_5_vl_2_frozen.json", 2),
+    ("products_qwen3_vl_30b_a3b.json", 0),
+    ("train_step_qwen3_vl_moe_4.json", 0),
     ("adapters_7b.json", 0),
     ("adapters_7b_fp8.json", 0),
     ("adapters_7b_nf4.json", 0),
@@ -82,7 +84,7 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Yield every row of ours."""
-    for file in sorted(RESULTS.glob("train_step_*.json")):
+    for file in sorted([*RESULTS.glob("train_step_*.json"), *RESULTS.glob("products_*.json")]):
         yield from _train_step(file)
     for file in sorted(RESULTS.glob("adapters_*.json")):
         yield from _adapters(file)
@@ -107,17 +109,20 @@ def _train_step(file: Path) -> Iterator[Row]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--train-vision", action="store_true")
     args, rest = parser.parse_known_args([str(x) for x in record["about"]["command"]])
     keys = [x for x in rest if "=" in x and not x.startswith("-")]
     for number, row in enumerate(record["rows"]):
         what = str(row["what"])
-        if "Hugging Face" in what or "s/step" not in row:
+        if "s/step" not in row or any(name in what for name in ("Hugging Face", "Megatron-SWIFT", "lmms-engine")):
             continue
         flags: dict[str, Any] = {
             "parallel.tensor_model_parallel_size": row["tp"],
             "parallel.pipeline_model_parallel_size": row["pp"],
             "parallel.context_parallel_size": row.get("cp", 1),
+            "parallel.expert_model_parallel_size": args.ep,
+            "parallel.fsdp": row.get("fsdp", "none"),
             "training.micro_batch_size": row["mbs"],
             "training.global_batch_size": row["gbs"],
             "data.seq_length": args.seq_length,

@@ -50,6 +50,19 @@ install() {
     fi
 }
 
+# Print the toolkit's folder. nvcc on PATH may be a link, or a script that starts it; the extension's setup would look for
+# headers beside that one. nvcc itself says where it is.
+toolkit_of() {
+    local line
+    while read -r line; do
+        if [[ $line == *" TOP="* ]]; then
+            (cd "${line##* TOP=}" && pwd)
+            return
+        fi
+    done < <("$1" --dryrun -x cu -c -o /dev/null /dev/null 2>&1)
+    dirname "$(dirname "$1")"
+}
+
 # Say what the compilation needs before gigabytes are installed. nvcc is looked for where the extension's setup does.
 require_compilers() {
     local nvcc missing=()
@@ -64,6 +77,7 @@ require_compilers() {
         printf '  - %s\n' "${missing[@]}" >&2
         exit 1
     fi
+    export CUDA_HOME=${CUDA_HOME:-$(toolkit_of "$nvcc")}
 }
 
 # The extension's setup imports the installed torch, so torch comes first and the build is not isolated. Headers that the

@@ -43,6 +43,7 @@ def attach_adapters(
     """
     here = linear_modules(model)
     memory, activations = SharedMatrices(), _activations(model)
+    # Factors of linear layers are added to their outputs by hooks.
     for linear in layers.linears:
         chosen = [plan for plan in plans if any(member.name in plan.lora_ranks for member in linear.members)]
         if chosen and linear.name in here:
@@ -50,6 +51,7 @@ def attach_adapters(
             division = _division(model, module, linear, tp_size, tp_rank)
             adapters = [_new_adapter(model, module, plan, linear, division, seed, memory) for plan in chosen]
             _hook(module, adapters, activations.get(module))
+    # Experts are one fused tensor, each with factors of its own.
     for tensor in layers.expert_tensors:
         (member,) = tensor.members
         chosen = [plan for plan in plans if member.name in plan.lora_ranks]

@@ -103,6 +103,7 @@ def add_to_output(module: ExpertMatrices, adapters: Sequence[tuple[ExpertFactors
         return copied
 
     module.register_forward_hook(hook)
+    module.is_adapted = True
 
 
 def sharded_factor(key: str, parameter: Tensor) -> ShardedTensor | ShardedTensorFactory | None:

@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
         "language model and a vision tower or Whisper's encoder (see docs/build.md). Only the projector is new. "
         "Nothing is downloaded when folders are given. --tiny writes a small random model of any class instead.",
     )
+    # Instead of parts: a tiny model, or a whole one with more layers.
     p.add_argument(
         "--tiny",
         choices=MODEL_CLASSES,

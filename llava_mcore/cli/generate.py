@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError with everything that does not go together."""
     errors = []
+    # The model, and what is asked.
     if (args.hf_dir is None) == (args.megatron_dir is None):
         errors.append("give one of --hf-dir and --megatron-dir")
     if (args.question is None) == (args.data_path is None):
@@ -118,6 +119,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         errors.append("--split, --num-samples and --every-answer belong to --data-path")
     if args.batch_size is not None and (args.megatron_dir is None or args.data_path is None):
         errors.append("--batch-size is for the questions of --data-path to --megatron-dir")
+    # Flags of one kind of model.
     if args.hf_dir is not None and args.tp * args.cp * args.pp > 1:
         errors.append(
             "--tp, --cp and --pp are for --megatron-dir: transformers runs a Hugging Face folder in one process"

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     plan_flags.add_argument(
         "--vary", nargs="+", choices=VARIED, default=[], help="also try what changes the results of training"
     )
+    # What to predict, and how to show it.
     plan_flags.add_argument("--as-given", action="store_true", help="predict the given layout only")
     plan_flags.add_argument(
         "--compare", nargs="+", metavar="key=value", help="the given layout beside one with these other values"

@@ -24,7 +24,7 @@ from llava_mcore.cli.base.shared_flags import (
 )
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.near_match import require_exists
-from llava_mcore.prepare.formats import FORMATS
+from llava_mcore.prepare.sources.formats import FORMATS
 
 if TYPE_CHECKING:
     from rich.console import Console

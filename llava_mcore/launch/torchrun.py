@@ -94,7 +94,7 @@ class Run:
 
 def _is_error(code: int) -> bool:
     """Return whether a rank has ended with an error that it has printed: it was not stopped, and did not hang."""
-    return code > 1 and code not in _OTHER_LIMITS
+    return code > 1 and code not in (*_OTHER_LIMITS, 128 + signal.SIGTERM)
 
 
 def cause(first: Mapping[int, ProcessFailure], failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:

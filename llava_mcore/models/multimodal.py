@@ -49,7 +49,7 @@ from llava_mcore.models.language.families.registry import embedding_rows, langua
 from llava_mcore.models.language.router import token_weights
 from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
-from llava_mcore.parallel.batch import MediaLengths
+from llava_mcore.parallel.items import MediaLengths
 
 
 class VisionLanguageModel(MegatronModule):
@@ -132,7 +132,7 @@ class VisionLanguageModel(MegatronModule):
             packed_seq_params: where the packed sequences of the only row begin; they do not see each other.
             num_trained: tokens that loss_mask counts, where the host knows: the others then skip the output layer.
             max_media_seqlen: the largest of MEDIA_SEQLENS.
-            media_lengths: of fields in `batch.LENGTHS` the values, if the host knows them: a model that divides
+            media_lengths: of fields in `items.LENGTHS` the values, if the host knows them: a model that divides
                 images over ranks otherwise waits for the device to tell them.
 
         Returns:

@@ -162,6 +162,7 @@ def _watch_layer(
         parts = _batch_first(_with_bias(out)).chunk(1 + mlp.config.gated_linear_unit, dim=-1)
         return _named(inside, hf.into, [gather(x)[..., :ffn] for x in parts])
 
+    # Norm and attention, then norm and MLP, in the order of the forward pass.
     to_images = isinstance(layer, CrossAttentionLayer)
     norm = layer.pre_cross_attn_layernorm if to_images else layer.input_layernorm
     recorder.watch(norm, lambda out: {inside + hf.norm_before: _batch_first(out)})

@@ -30,12 +30,14 @@ def sum_on_hosts(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     rank, size = group.rank(), group.size()
     power = 1 << size.bit_length() - 1
     total = values.clone()
+    # Ranks beyond the power of two take no part in the rounds.
     if rank >= power:
         _send(total, rank - power, group)
         return _received(total, rank - power, group)
     has_partner = rank + power < size
     if has_partner:
         total += _received(total, rank + power, group)
+    # The rounds.
     bit = 1
     while bit < power:
         sent = dist.isend(total, group_dst=rank ^ bit, group=group)

@@ -35,6 +35,9 @@ def across_nodes(tp_size: int, cp_size: int, world_size: int, per_node: int) -> 
     if cp_size == 1 or world_size <= per_node or cp_size in divisors:
         return None
     advice = f"--cp {divisors[-1]} stays inside a node" if divisors else f"--tp {tp_size} alone does not fit into nodes"
+    neighbors = [n for n in divisors if n > 1 and cp_size % n == 0]
+    if neighbors:
+        advice += f"; with --cp-comm-type a2a+p2p --cp-a2a-size {neighbors[-1]}, those of fewer heads do"
     return (
         f"--tp {tp_size} x --cp {cp_size} = {tp_size * cp_size} processes divide the tokens of a sample, on several "
         f"nodes of {per_node}: keys and values of every layer cross the network; {advice}"

@@ -155,6 +155,7 @@ def _groups(
     replica: dist.ProcessGroup | None,
     control_of_replica: ControlGroup | None,
 ) -> Groups:
+    # Without a group of its own, a replica is what megatron-core calls the model-parallel group.
     replica = parallel_state.get_model_parallel_group() if replica is None else replica
     ranks_of_replica = dist.get_process_group_ranks(replica)
     if control_of_replica is not None:

@@ -21,20 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llava_mcore.media.batch_fields import Fields, as_used, in_memory
-from llava_mcore.parallel.batch import (
-    LENGTHS,
-    MediaLengths,
-    MicroBatch,
-    TensorFields,
-    host_lengths,
-    longest,
-    longest_media,
-    num_trained,
-    pad_to,
-)
+from llava_mcore.parallel.batch import MicroBatch, TensorFields, longest, longest_media, num_trained, pad_to
 from llava_mcore.parallel.batch_header import BatchHeader, header_width
 from llava_mcore.parallel.context import cut
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.parallel.items import LENGTHS, MediaLengths, host_lengths
 
 _Shapes = Sequence[Sequence[tuple[torch.dtype, list[int]]]]
 """Dtype and shape of each tensor of each part of a message."""

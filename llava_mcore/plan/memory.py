@@ -149,10 +149,10 @@ def layer_bytes(model: Model, layout: RunLayout) -> float:
         norms, mlp = norms - 2 * d.hidden * dense, 0.0
     mlp *= dense
     if d.experts is not None:
-        # What is sent to experts and comes back, once more in the order of experts; inside them; the router's numbers.
+        # Tokens in the order of experts; inside these; the router's numbers. What they return is not needed.
         e = d.experts
         inside = 0 if again else 6 * e.ffn
-        mlp += d.sparse_share * (e.chosen * (8 * d.hidden + inside) + 6 * e.shared + 12 * e.count)
+        mlp += d.sparse_share * (e.chosen * (2 * d.hidden + inside) + 6 * e.shared + 12 * e.count)
     if layout.recompute == "selective" and "core_attn" in layout.recompute_modules:
         attention -= 2 * d.queries
     lora = 14 * layout.adapter.language

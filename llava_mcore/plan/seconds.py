@@ -100,21 +100,34 @@ def stage_passes(model: Model, layout: RunLayout, work: Work, stage: int, machin
         # Both passes of the output layer happen in the forward pass, because the loss mask is known.
         forward += _output(model, layout, work, machine)
     host = host_passes(model, layout, stage, machine.fit)
+    if layout.ep * layout.etp > 1:
+        # The host waits in every layer for the numbers of tokens that are exchanged: it cannot run ahead.
+        waits = layers * model.decoder.sparse_share * host_layer(model, layout, machine.fit) / 3
+        return forward + Pass(host=waits), _at_least(backward, host[1])
     return _at_least(forward, host[0]), _at_least(backward, host[1])
 
 
 def host_passes(model: Model, layout: RunLayout, stage: int, fit: Efficiency) -> tuple[float, float]:
     """Return the time in which the host starts the kernels of both passes: it runs ahead of the GPU inside a pass."""
-    decoder = layout.layers[stage] * fit.host_layer
-    decoder *= fit.host_graph if layout.graphs else 1.0 + fit.host_fp8 * (layout.fp8 != "none")
-    decoder *= 1.0 + (fit.host_lora if layout.adapter.language and not layout.graphs else 0.0)
-    decoder *= 1.0 + (fit.host_tp if layout.tp > 1 and not layout.graphs else 0.0)
+    decoder = layout.layers[stage] * host_layer(model, layout, fit)
     forward, backward = decoder / 3, decoder * 2 / 3
+    if layout.recompute == "full":
+        backward += forward
+    elif layout.recompute == "selective" and "mlp" in layout.recompute_modules:
+        backward += layout.layers[stage] * fit.host_layer * fit.host_experts * model.decoder.sparse_share / 3
     if stage == 0:
         tower = model.tower.num_layers * fit.host_tower * (fit.host_graph if layout.graphs_vision else 1.0)
         forward += tower / 3
         backward += tower * 2 / 3 * (layout.trains_tower or layout.adapter.vision > 0)
     return forward, backward
+
+
+def host_layer(model: Model, layout: RunLayout, fit: Efficiency) -> float:
+    """Return the time in which the host starts the kernels of a layer in both passes; the mean of the layers."""
+    dense = fit.host_graph if layout.graphs else 1.0 + fit.host_fp8 * (layout.fp8 != "none")
+    dense *= 1.0 + (fit.host_lora if layout.adapter.language and not layout.graphs else 0.0)
+    dense *= 1.0 + (fit.host_tp if layout.tp > 1 and not layout.graphs else 0.0)
+    return fit.host_layer * (dense + fit.host_experts * model.decoder.sparse_share)
 
 
 def _decoder_layer(
@@ -143,11 +156,8 @@ def _decoder_layer(
     scores += machine.attention(6 * tokens * d.delta_state / tp * d.delta_share, 64) * 2
     # Norms and residuals, rotation, activation, quantizing: bytes that are read and written.
     outside = tp if layout.sequence_parallel else 1
-    moved = (
-        machine.fit.moved
-        * tokens
-        * (d.num_norms * 10 * d.hidden / outside + (4 * d.qkv + 6 * d.ffn * (1 - d.sparse_share)) / tp)
-    )
+    inside = (4 * d.qkv + 6 * d.ffn * (1 - d.sparse_share)) / tp
+    moved = machine.fit.moved * tokens * (d.num_norms * 10 * d.hidden / outside + inside)
     moved += d.sparse_share * moved_again
     quantizing = machine.fit.quantizing * tokens * (6 * d.hidden + 3 * (d.queries + d.ffn) / tp) if fp8 else 0.0
     restoring = _restoring(model, layout, machine)
@@ -191,15 +201,14 @@ def _mixture(model: Model, layout: RunLayout, work: Work, machine: Machine) -> t
     )
     if e.shared:
         shared = e.shared / layout.tp
-        products += machine.product(work.computed, d.hidden, 2 * shared) + machine.product(
-            work.computed, shared, d.hidden
-        )
+        products += machine.product(work.computed, d.hidden, 2 * shared)
+        products += machine.product(work.computed, shared, d.hidden)
     products += machine.product(tokens, d.hidden, e.count)
     ranks = layout.ep * layout.etp
     across = layout.tp * layout.ep > machine.gpu.per_node
     messages = 2 * machine.collective(2 * tokens * e.chosen * d.hidden, ranks, across_nodes=across)
     moved = tokens * e.chosen * (16 * d.hidden + 6 * e.ffn)
-    return products, messages, machine.fit.moved * moved
+    return products, messages, moved
 
 
 def _recomputed(model: Model, layout: RunLayout, forward: Pass) -> Pass:
@@ -249,8 +258,9 @@ def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tup
     divided = tp * layout.tower_ranks
     length = work.pairs / max(1.0, work.positions)
     window = work.window_pairs / max(1.0, work.positions)
-    scores = machine.attention(4 * work.pairs * w / divided, length) * full
-    scores += machine.attention(4 * work.window_pairs * w / divided, max(16.0, window)) * rest
+    computed = t.heads * (64 if t.head_dim <= 64 else 128)  # the kernels' heads have 64 or 128 columns
+    scores = machine.attention(4 * work.pairs * computed / divided, length) * full
+    scores += machine.attention(4 * work.window_pairs * computed / divided, max(16.0, window)) * rest
     moved = (
         machine.moved(positions * (24 * w + (12 * w + (6 if t.gated else 5) * f) / tp))
         * t.num_layers

@@ -252,6 +252,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--captions": how.keys.captions,
         "--preference-pairs": how.keys.pairs or None,
         "--frames-fps": how.frames_fps,
+        # How rows become samples and shards; None where a flag that earlier versions lack is not used.
         "--samples-per-shard": options.rows_per_shard,
         "--val-ratio": options.val_ratio,
         "--max-rows": options.most_rows,

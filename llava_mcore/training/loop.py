@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -249,7 +250,7 @@ class TrainingLoop:
     def close(self) -> None:
         """Write the profile and close the logs. A second call does nothing."""
         self.profiler.close()
-        self.reporter.close()
+        self.reporter.close(in_a_hurry=sys.exception() is not None)
 
 
 def keep_from_garbage_collection() -> None:

@@ -85,6 +85,11 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
     if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
         if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
             raise ConfigError(f"{setting}: {hf.text_config.model_type} models have local layers only: omit that")
+        if run.parallel.cp_comm_type is not None:
+            raise ConfigError(
+                f"--cp-comm-type {run.parallel.cp_comm_type}: {hf.text_config.model_type} models have windows or soft "
+                "caps, which torch's attention computes with the keys and values of all processes gathered: omit it"
+            )
         return "local"
     usable = groups.device.type == "cuda" and HAVE_TE
     chosen = run.model.transformer_impl or ("transformer_engine" if usable or run.training.fp8 else "local")

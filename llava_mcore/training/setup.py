@@ -268,3 +268,9 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     crossing = across_nodes(groups.tp_size, groups.cp_size, groups.world_size, per_node)
     if crossing is not None:
         logger.warning("%s", crossing)
+    if groups.cp_size > 1 and models[0].pre_process and not models[0].divides_media:
+        logger.warning(
+            "each of the %d context-parallel processes computes all images: --vision-data-parallel divides them over "
+            "--tp x --cp processes",
+            groups.cp_size,
+        )

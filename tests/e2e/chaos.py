@@ -137,10 +137,13 @@ class Disturbed:
         self._compare(outcome)
 
     def _compare(self, outcome: Outcome) -> None:
-        found = self.world.compared(self.folder)
-        outcome.iteration = len(found)
-        if found != self.world.whole[: len(found)]:
+        found = {line[0]: line for line in self.world.compared(self.folder)}
+        expected = {line[0]: line for line in self.world.whole}
+        outcome.iteration = max(found, default=0)
+        if any(line != expected[iteration] for iteration, line in found.items()):
             outcome.wrong.append("the losses differ")
+        if len(found) != outcome.iteration and outcome.kind != "disk full":  # which takes lines, too
+            outcome.wrong.append("the losses of iterations are missing")
 
     def _check_folder(self, outcome: Outcome) -> None:
         """See that the tracker names a complete checkpoint, or a damaged one that is deleted or replaced."""

@@ -106,6 +106,8 @@ CASES = [
         "internvl",
         "6b",
     ),
+    Case("internvit", "qwen3_moe", {}, ONE_PROCESS, "internvl"),
+    Case("siglip", "qwen3_moe", {"feature_layer": -1}, ONE_PROCESS, "llava_onevision"),
     Case("siglip", "llama", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics3"),
     Case("siglip", "llama", {"tie": True, "marks": False}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "smolvlm"),
     Case("siglip", "mistral", {}, ONE_PROCESS + ONE_AXIS + BOTH_AXES, "idefics2"),

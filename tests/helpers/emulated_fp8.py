@@ -17,13 +17,14 @@ from llava_mcore.models.language import grouped_fp8
 E4M3 = torch.float8_e4m3fn
 
 
-def quantize_rows(x: Tensor) -> Scaled:
+def quantize_rows(x: Tensor, out: Scaled | None = None) -> Scaled:
     largest = x.abs().amax(-1).float().clamp(min=2.0**-100)
-    return Scaled((x.float() * (448.0 / largest).unsqueeze(-1)).to(E4M3), largest / 448.0)
+    result = Scaled((x.float() * (448.0 / largest).unsqueeze(-1)).to(E4M3), largest / 448.0)
+    return result if out is None else Scaled(*(a.copy_(b) for a, b in zip(out, result, strict=True)))
 
 
-def quantize_transposed(matrices: Tensor) -> Scaled:
-    return quantize_rows(matrices.transpose(1, 2))
+def quantize_transposed(matrices: Tensor, out: Scaled | None = None) -> Scaled:
+    return quantize_rows(matrices.transpose(1, 2), out)
 
 
 def quantize_groups(x: Tensor, ends: Tensor) -> tuple[Scaled, Tensor]:

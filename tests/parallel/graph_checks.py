@@ -59,6 +59,7 @@ def curves(
     model_graphs.LAYERS_PER_GRAPH = 2  # more than one graph in a model of four layers
     for kind in kinds:
         flags = KINDS[kind] | {"parallel.expert_model_parallel_size": ep, "parallel.context_parallel_size": cp}
+        flags |= {"router.aux_loss_coef": 0.1} if ep > 1 else {}
         sizes = {"training.micro_batch_size": 2, "data.packing": True, "parallel.sequence_parallel": tp > 1}
         run = run_config(tp, 1, checkpoint, save_dir, **flags | sizes)
         result = results[kind] = {}

@@ -32,8 +32,8 @@ def test_graphs_that_one_rank_has_first_change_no_gradient(checkpoint: Path, tmp
     assert_same(ranks, KINDS)
 
 
-def test_the_attention_of_layers_with_experts(tmp_path: Path) -> None:
-    """Its gradients are reduced over other ranks than those of experts, which have no graph."""
+def test_attention_and_routers_of_layers_with_experts(tmp_path: Path) -> None:
+    """Their gradients are reduced over other ranks than those of experts, which have no graph."""
     make_hf_llava(tmp_path / "hf", text="qwen3_moe")
     import_hf(tmp_path / "hf", tmp_path / "megatron")
     arguments = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path), "kinds": ["distributed"]}

@@ -32,7 +32,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        if not self._has_all_experts:
+        if not self.has_all_experts:
             super()._maybe_dtoh_and_synchronize(point)
             for name in _SPLITS:  # on a CPU they are still tensors, which gloo does not take
                 value = required(self, name)
@@ -42,20 +42,21 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens sorted by local expert [t, h], their number for each expert, and their probabilities [t]."""
-        if self._has_all_experts:
+        if self.has_all_experts:
             return tokens, self.tokens_per_expert, probs
         result: tuple[Tensor, Tensor, Tensor] = super().dispatch_postprocess(tokens, probs)
         return result
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Inverse of `dispatch_postprocess`, of what the experts return [t, h]."""
-        if self._has_all_experts:
+        if self.has_all_experts:
             return hidden_states
         result: Tensor = super().combine_preprocess(hidden_states)
         return result
 
     @property
-    def _has_all_experts(self) -> bool:
+    def has_all_experts(self) -> bool:
+        """Whether no other rank has experts of the layer, or parts of them."""
         return self.ep_size == 1 and self.tp_size == 1  # tp: of experts
 
 

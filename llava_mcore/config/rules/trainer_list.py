@@ -205,6 +205,7 @@ def translate(
             f"{file}: expected a mapping of sections to values, found a list that is not "
             '[{"type": "trainer", "config": {…}}] with one trainer'
         )
+    # Each key is one of ours, or refused; all refusals are reported together.
     values: list[tuple[str, Any, str]] = []
     refused: list[str] = []
     for key, value in _leaves(trainers[0]["config"]):

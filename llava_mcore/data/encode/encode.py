@@ -122,6 +122,7 @@ def stored_text(
     Args:
         parts: of the sample, as they are in the shard.
     """
+    # The parts are those that the tokens were stored for, and images alone.
     content = parts.get("json")
     names = [name for name in parts if name != "json" and not name.startswith("__")]
     images = tuple(parts[name] for name in names)
@@ -131,6 +132,7 @@ def stored_text(
         return None
     if not all(isinstance(image, bytes) for image in images) or (images and IMAGE_MARK in assets.refused):
         return None
+    # The limits of this run, and one placeholder for each image.
     limits = assets.limits
     if stored.num_chars > limits.text_chars or sum(map(len, images)) > limits.sample_bytes:
         return None

@@ -27,7 +27,7 @@ from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, PIX
 from llava_mcore.models.vision.encoder_layers import encoder_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.patches import packed_bounds
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.parallel.batch import Items, MediaLengths
+from llava_mcore.parallel.items import Items, MediaLengths
 from llava_mcore.weights.layouts import FuseQKV
 from llava_mcore.weights.names import LayerNames
 
@@ -113,7 +113,7 @@ class AudioTransformer(VisionModule):
             MEDIA_SEQLENS: [1] * len(hidden),
             FEATURE_POSITIONS: features,  # of which only the number is looked at here
         }
-        return Items(hidden, features, rows)
+        return Items(hidden, features, rows, lengths=hidden)
 
     def forward(self, rows: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
         """Return features [m, h].

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.language.layers import column_linear, row_linear
 from llava_mcore.models.norms import TorchNorm
-from llava_mcore.models.plain_linear import column_linear, row_linear
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ class Scaled(NamedTuple):
     scales: Tensor
 
 
-def quantize_rows(x: Tensor) -> Scaled:
-    """Return [..., k] with a scale for each row, [...]."""
+def quantize_rows(x: Tensor, out: Scaled | None = None) -> Scaled:
+    """Return [..., k] with a scale for each row, [...]. out: what is overwritten and returned."""
     x = x.contiguous()
     width = x.shape[-1]
-    result = Scaled(*_empty(x, x.shape, x.shape[:-1]))
+    result = out or Scaled(*_empty(x, x.shape, x.shape[:-1]))
     if x.numel():
         tile = triton.next_power_of_2(width)
         _rows[(x.numel() // width,)](x, *result, width, TILE=tile, num_warps=_WARPS)
@@ -59,10 +59,10 @@ def quantize_groups(x: Tensor, ends: Tensor) -> tuple[Scaled, Tensor]:
     return result, padded_ends
 
 
-def quantize_transposed(matrices: Tensor) -> Scaled:
-    """Return the transposes of matrices [g, n, k] with a scale for each column, [g, k]."""
+def quantize_transposed(matrices: Tensor, out: Scaled | None = None) -> Scaled:
+    """Return the transposes of matrices [g, n, k] with a scale for each column, [g, k]. out: as above."""
     groups, rows, width = matrices.shape
-    result = Scaled(*_empty(matrices, (groups, width, rows), (groups, width)))
+    result = out or Scaled(*_empty(matrices, (groups, width, rows), (groups, width)))
     grid = (groups, triton.cdiv(width, _COLUMNS))
     options = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
     _matrices[grid](matrices.contiguous(), *result, rows, width, **options)
@@ -148,6 +148,7 @@ def _transpose(
     rows = tl.arange(0, ROWS)
     inside = columns < width
     largest = tl.full((COLUMNS,), SMALLEST, tl.float32)
+    # The largest value of each column gives its scale.
     first = 0
     while first < count:  # not range, whose end Triton's interpreter takes from no tensor
         places = (first + rows).to(tl.int64)[:, None] * width + columns[None, :]
@@ -155,6 +156,7 @@ def _transpose(
         largest = tl.maximum(largest, tl.max(tl.abs(tile.to(tl.float32)), 0))
         first += ROWS
     tl.store(scales + columns, largest / LARGEST, mask=inside)
+    # The same tiles again, scaled and written as rows.
     inverse = LARGEST / largest
     first = 0
     while first < size:

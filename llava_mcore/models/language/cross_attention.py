@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from llava_mcore.models.plain_linear import column_linear, row_linear
+from llava_mcore.models.language.layers import column_linear, row_linear
 
 _OF_ATTENTION = "input_layernorm."
 

@@ -71,6 +71,7 @@ class ExpertPart:
         """Return a tensor for each half of each matrix, which a load puts together again."""
         num_local, num_blocks, lead = len(tensor), self.num_blocks, len(offsets)
 
+        # A save: experts and halves are two axes before the matrix's own.
         @torch.no_grad()
         def build(key: str, stack: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
             blocks = [

@@ -72,22 +72,44 @@ class ExpertLayer(MoELayer):
             padding_mask: what megatron-core hands to every layer, also where it computes one again: here the weights of
                 tokens in the router's terms [b, s] (see `token_weights`).
         """
-        self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
+        self._take_weights(padding_mask)
         result: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors)
         return result
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether the layer computes as many tokens each time, and draws no random numbers: this rank has all experts.
+
+        Adapters of experts are no parts of the layer, as a graph's parameters have to be.
+        """
+        parts = self.experts.linear_fc1, self.experts.linear_fc2
+        chooses = not self.config.moe_router_force_load_balancing
+        return chooses and self.token_dispatcher.has_all_experts and not any(x.is_adapted for x in parts)
 
     def forward_chosen(
         self, hidden_states: Tensor, choice: tuple[Tensor, Tensor, Tensor], padding_mask: Tensor | None
     ) -> tuple[Tensor, None]:
         """Return the same as `forward`, where the router's part is done: `choice` is what its `choose` returned."""
-        self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
+        self._take_weights(padding_mask)
         logits, probs, chosen = choice
-        self._routed = self.router.with_terms(logits, probs, chosen), chosen
+        self._routed = self.router.with_terms(logits, chosen, probs), chosen
         try:
             result: tuple[Tensor, None] = super().forward(hidden_states)
         finally:
             self._routed = None
         return result
+
+    def add_terms(self, choice: tuple[Tensor, Tensor], output: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Return the output of this layer or of a later one, whose backward pass also reaches the router's terms.
+
+        Args:
+            choice: logits and choice of a pass without them.
+        """
+        self._take_weights(padding_mask)
+        return self.router.with_terms(*choice, output)
+
+    def _take_weights(self, padding_mask: Tensor | None) -> None:
+        self.router.token_weights = None if padding_mask is None else padding_mask.t().reshape(-1)
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and choice of each token (called by megatron-core)."""
@@ -169,6 +191,7 @@ class ExpertMatrices(MegatronModule):
         self.in_fp8 = False
         self.is_first_microbatch = True  # weights may have changed: the name that megatron-core's schedules look for
         self.fp8_matrices: Fp8Matrices | None = None
+        self.is_adapted = False
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.empty(num_experts, rows, columns, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(weight)
@@ -199,9 +222,14 @@ class ExpertMatrices(MegatronModule):
         matrices = self.fp8_matrices
         may_be_old = matrices is None or self.is_first_microbatch or (backward and matrices.columns is None)
         if matrices is None or (may_be_old and self._has_weight):
-            self.fp8_matrices = matrices = Fp8Matrices.of(self.weight, backward=backward)
+            self.fp8_matrices = matrices = Fp8Matrices.of(self.weight, backward=backward, earlier=matrices)
             self.is_first_microbatch = False
         return matrices
+
+    def update_fp8(self) -> None:
+        """Quantize weights that may have changed, as a pass without a graph does by itself."""
+        if self.in_fp8:
+            self._quantized(backward=True)
 
     @property
     def _has_weight(self) -> bool:

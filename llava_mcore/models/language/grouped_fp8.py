@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llava_mcore.models.language.grouped_products import added_to_main_grad
+
 if TYPE_CHECKING:
     from llava_mcore.models.kernels.quantize_fp8 import Scaled
 
@@ -35,12 +37,19 @@ class Fp8Matrices(NamedTuple):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor, *, backward: bool) -> Fp8Matrices:
-        """Quantize matrices [e, n, k]. backward: also for gradients."""
+    def of(cls, weight: Tensor, *, backward: bool, earlier: Fp8Matrices | None = None) -> Fp8Matrices:
+        """Quantize matrices [e, n, k].
+
+        Args:
+            backward: also for gradients.
+            earlier: of earlier weights, in whose memory the result is: CUDA graphs read it there.
+        """
         from llava_mcore.models.kernels import quantize_fp8  # on GPUs only
 
-        columns = quantize_fp8.quantize_transposed(weight) if backward else None
-        return cls(quantize_fp8.quantize_rows(weight), columns)
+        rows, columns = (None, None) if earlier is None else earlier
+        if backward or columns is not None:
+            columns = quantize_fp8.quantize_transposed(weight, columns)
+        return cls(quantize_fp8.quantize_rows(weight, rows), columns)
 
 
 class Fp8GroupedProduct(torch.autograd.Function):
@@ -92,10 +101,7 @@ class Fp8GroupedProduct(torch.autograd.Function):
                 of_weight = scaled_product(columns, tokens, padded_ends, fast=False)
             else:
                 of_weight = torch.zeros_like(weight)
-            marks = vars(weight)
-            if ctx.adds_to_main_grad and "main_grad" in marks:
-                marks["main_grad"].add_(of_weight)
-                marks["grad_added_to_main_grad"] = True
+            of_weight = added_to_main_grad(weight, of_weight) if ctx.adds_to_main_grad else of_weight
         return of_x, of_weight, None, None, None, None
 
 

@@ -5,6 +5,7 @@ e: experts, t: tokens, sorted by expert, n, k: rows and columns of an expert's m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,11 +55,25 @@ class GroupedProduct(torch.autograd.Function):
             of_x = F.grouped_mm(gradient, weight, offs=ends) if len(x) else torch.empty_like(x)
         if ctx.needs_input_grad[1]:
             of_weight = F.grouped_mm(gradient.t(), x, offs=ends) if len(x) else torch.zeros_like(weight)
-        marks = vars(weight)
-        if of_weight is not None and ctx.adds_to_main_grad and "main_grad" in marks:
-            marks["main_grad"].add_(of_weight)
-            marks["grad_added_to_main_grad"] = True
+        if of_weight is not None and ctx.adds_to_main_grad:
+            of_weight = added_to_main_grad(weight, of_weight)
         return of_x, of_weight, None, None
+
+
+def added_to_main_grad(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Add a gradient to the sum of the step, if data parallelism has prepared one. Return what a backward pass returns:
+    then a tensor of arbitrary values, of which CUDA graphs need not keep one for each layer."""
+    marks = vars(weight)
+    if "main_grad" not in marks:
+        return gradient
+    marks["main_grad"].add_(gradient)
+    marks["grad_added_to_main_grad"] = True
+    return _placeholder(gradient.shape, gradient.dtype, gradient.device).detach()
+
+
+@functools.cache
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class FrozenGroupedProduct(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -74,3 +74,23 @@ class DeepstackLayer(TransformerLayer):
         if context is None or self.layer_number > len(context):
             return hidden_states
         return hidden_states + context[self.layer_number - 1]
+
+
+def column_linear(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
+    """Return a layer of which each tensor-parallel rank computes a part of the outputs."""
+    return ColumnParallelLinear(
+        inputs, outputs, config=config, init_method=config.init_method, bias=False, gather_output=False
+    )
+
+
+def row_linear(config: TransformerConfig, inputs: int, outputs: int) -> RowParallelLinear:
+    """Return a layer that reads such parts, and whose output is the sum over ranks."""
+    return RowParallelLinear(
+        inputs,
+        outputs,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+    )

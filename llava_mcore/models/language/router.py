@@ -46,6 +46,8 @@ class Router(TopKRouter):
     """[t], of the tokens in this call: see `token_weights`. None: no term is computed."""
     load: Tensor | None = None
     """Tokens of this rank that each expert has got in the current step, [e], without padding."""
+    choices: list[tuple[Tensor, Tensor]] | None = None
+    """Logits and choice of every call, if somebody collects them."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [s, b, e] of tokens [s, b, h].
@@ -57,7 +59,9 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and choice of each token, [t, e] both, of logits [s, b, e]."""
         probs, chosen = super().routing(logits, padding_mask)
-        return self.with_terms(logits, probs, chosen), chosen
+        if self.choices is not None:
+            self.choices.append((logits, chosen))
+        return self.with_terms(logits, chosen, probs), chosen
 
     def choose(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [s, b, e], and probabilities and choice as of `routing`, without terms and loads: what depends
@@ -65,14 +69,15 @@ class Router(TopKRouter):
         logits = self.gating(hidden_states)
         return logits, *super().routing(logits)
 
-    def with_terms(self, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
-        """Return the probabilities, whose backward pass also reaches the terms; remember the load."""
+    def with_terms(self, logits: Tensor, chosen: Tensor, result: Tensor) -> Tensor:
+        """Return `result`, the probabilities or what follows from them; its backward pass also reaches the terms.
+        Remember the load."""
         if self.token_weights is None or not self.training:
-            return probs
-        return self._with_losses(probs, chosen, logits.view(-1, logits.shape[-1]), self.token_weights)
+            return result
+        return self._with_losses(result, chosen, logits.view(-1, logits.shape[-1]), self.token_weights)
 
-    def _with_losses(self, probs: Tensor, chosen: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
-        """Report the load, and let the backward pass of the probabilities also reach the terms.
+    def _with_losses(self, result: Tensor, chosen: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
+        """Report the load, and let the backward pass of `result` also reach the terms.
 
         With sequence and context parallelism each rank adds the part of its own tokens.
         """
@@ -92,11 +97,11 @@ class Router(TopKRouter):
             mean_probs = weights @ logits.softmax(-1, dtype=torch.float32)
             balance = len(of_experts) / self.topk * (of_experts / num_tokens) @ mean_probs
             name, coefficient = LOAD_BALANCING, self.losses.load_balancing
-            probs = with_loss(probs, name, balance, weights.sum(), coefficient=coefficient, **options)
+            result = with_loss(result, name, balance, weights.sum(), coefficient=coefficient, **options)
         if self.losses.z:
             z = weights @ logits.float().logsumexp(-1).square()
-            probs = with_loss(probs, ROUTER_Z, z, weights.sum(), coefficient=self.losses.z, **options)
-        return probs
+            result = with_loss(result, ROUTER_Z, z, weights.sum(), coefficient=self.losses.z, **options)
+        return result
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from llava_mcore.models.rotary import PatchRopeSelfAttention
 from llava_mcore.models.vision.encoder_layers import clear_padding, encoder_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.parallel.batch import Items, MediaLengths
+from llava_mcore.parallel.items import Items, MediaLengths
 from llava_mcore.weights.names import LayerNames
 
 
@@ -157,7 +157,17 @@ class PatchTransformer(VisionModule):
         if WINDOW_ORDER in media:
             rows[WINDOW_ORDER] = [n // self.shape.merged for n in patches]
             rows[WINDOW_SEQLENS] = windows_of(patches, lengths[WINDOW_SEQLENS])
-        return Items(patches, patches, rows, numbering=frozenset({WINDOW_ORDER}))
+        costs = [self.products(n) for n in patches]
+        return Items(costs, patches, rows, numbering=frozenset({WINDOW_ORDER}), lengths=patches)
+
+    def products(self, num_patches: int) -> int:
+        """Return the multiplications of the layers for an image: most grow with its patches, those of attention to the
+        whole image with their square."""
+        h, window = self.config.hidden_size, self.shape.window_patches
+        ffn_matrices = 3 if self.config.gated_linear_unit else 2
+        weights = 4 * h * h + ffn_matrices * h * (self.shape.ffn_size or self.config.ffn_hidden_size)
+        seen = sum(min(window, num_patches) if layer.sees_windows else num_patches for layer in self.decoder.layers)
+        return num_patches * (len(self.decoder.layers) * weights + 2 * h * seen)
 
     def forward(self, patches: Tensor, media: Mapping[str, Tensor], max_seqlen: int) -> Tensor:
         """Return features [n, l * h], in the order of the patches or, if the tower has windows, of WINDOW_ORDER.

@@ -18,13 +18,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from llava_mcore.parallel.batch import Items, MediaLengths, divide, gather_items, host_lengths
 from llava_mcore.parallel.groups import (
     context_parallel_group,
     group_of_this_rank,
     tensor_and_context_parallel_group,
     tensor_parallel_group,
 )
+from llava_mcore.parallel.items import Items, MediaLengths, divide, gather_items, host_lengths
 
 Fields = Mapping[str, Tensor]
 
@@ -57,7 +57,7 @@ def run_divided(
     parts = divide(items.costs, group.size())
     local_items = parts[group.rank()]
     if local_items:
-        local = run(items.of(media, local_items), max(items.costs[i] for i in local_items))
+        local = run(items.of(media, local_items), items.longest(local_items))
     else:
         blank_output = run(*blank(media))
         local = blank_output[:0] + 0.0 * blank_output.sum()

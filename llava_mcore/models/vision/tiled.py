@@ -28,7 +28,7 @@ from llava_mcore.models.language.cross_attention import gate_spec
 from llava_mcore.models.vision.encoder_layers import encoder_layer_spec, without_bias
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.parallel.batch import Items, MediaLengths
+from llava_mcore.parallel.items import Items, MediaLengths
 from llava_mcore.weights.names import LayerNames
 
 _MULTIPLE = 8

@@ -29,7 +29,7 @@ from llava_mcore.media.batch_fields import PIXEL_VALUES
 from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, encoder_layer_spec, use_fewer_kernels, without_bias
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.replicated import process_groups
-from llava_mcore.parallel.batch import Items, MediaLengths
+from llava_mcore.parallel.items import Items, MediaLengths
 from llava_mcore.weights.names import LayerNames
 
 # Names in checkpoints: those of the InternViT in Megatron-LM's examples.

@@ -21,7 +21,8 @@ class Efficiency:
     Factors of what is counted: `moved`, `tower_moved` of the bytes of a layer beside its products (fused kernels move
     less than one by one), `quantizing` of those that FP8 adds; `exposed` of the messages between replicas.
     Seconds of the host: `host_layer`, `host_tower` for the kernels of a layer, both passes; `host_step` for a step. By
-    what a decoder layer takes longer: `host_fp8`, `host_lora`, `host_tp`; `host_graph`: what remains with graphs.
+    what a decoder layer takes longer: `host_fp8`, `host_lora`, `host_tp`, and `host_experts` with experts;
+    `host_graph`: what remains with graphs.
     Of memory: `fragmentation`; `graph_tensors`, `graph_gradients`, `graph_tower`: what graphs keep, in inputs of the
     layers, gradients of their matrices, and activations of the tower.
     """
@@ -39,6 +40,7 @@ class Efficiency:
     host_fp8: float = 0.998
     host_lora: float = 0.781
     host_tp: float = 0.161
+    host_experts: float = 1.65
     host_graph: float = 0.244
     lora: float = 0.0796
     moved: float = 0.5

@@ -164,6 +164,11 @@ class Tower:
     padded_ffn: int = 0
 
     @property
+    def head_dim(self) -> int:
+        """Columns of a head."""
+        return self.hidden // self.heads
+
+    @property
     def layer_weights(self) -> int:
         """Weights in the matrices of a layer."""
         return 4 * self.hidden**2 + (3 if self.gated else 2) * self.hidden * self.padded_ffn

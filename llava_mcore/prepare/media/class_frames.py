@@ -30,8 +30,8 @@ def class_frames(total: int, rate: float, sampling: Sampling) -> tuple[list[int]
 
 def _qwen2_5_vl(total: int, rate: float, sampling: Sampling) -> list[int]:
     """As many as there are pairs of frames for."""
-    most = min(sampling.max_frames, total) // 2 * 2
-    count = min(max(total / rate * sampling.fps, sampling.min_frames), most, total)
+    limit = min(sampling.max_frames, total) // 2 * 2
+    count = min(max(total / rate * sampling.fps, sampling.min_frames), limit, total)
     return _even(total, max(1, math.floor(count / 2) * 2))
 
 

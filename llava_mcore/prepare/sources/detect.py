@@ -12,11 +12,11 @@ from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.errors import DataError
 from llava_mcore.files.near_match import require_exists
 from llava_mcore.files.regular import kind_of
-from llava_mcore.prepare.formats import Format
 from llava_mcore.prepare.record_layouts import Keys
 from llava_mcore.prepare.sources.array import LARGEST_ELEMENT, JsonArray
 from llava_mcore.prepare.sources.arrow import ArrowTable
 from llava_mcore.prepare.sources.base import SourceFile
+from llava_mcore.prepare.sources.formats import Format
 from llava_mcore.prepare.sources.lines import BOM, JsonLinesSource
 from llava_mcore.prepare.sources.parquet import ParquetTable
 from llava_mcore.prepare.sources.remote_file import RemoteFolder

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import fsspec
 
-_KEPT: dict[int, fsspec.AbstractFileSystem] = {}
+OPENED: dict[int, fsspec.AbstractFileSystem] = {}
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the file system of a URL, and the path in it. Raises errors of fsspec and of the client."""
     files, path = fsspec.core.url_to_fs(url)
-    _KEPT[id(files)] = files
+    OPENED[id(files)] = files
     return files, path

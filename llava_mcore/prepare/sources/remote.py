@@ -31,6 +31,7 @@ def read_in_place(url: str, how: Opening, *, keep_order: bool) -> RemoteFolder |
         listing, is_file = list_files(files, root)
     except fetch_errors() as error:
         raise DataError(f"{url} cannot be read: {error}") from error
+    # Kinds of files whose rows are read by ranges.
     suffixes = {PurePosixPath(name).suffix.lower() for name in listing}
     readable = {".parquet", ".jsonl"} if keep_order else {".parquet"}
     if not suffixes & readable or any(PurePosixPath(name).name in SAVED for name in listing):
@@ -38,6 +39,7 @@ def read_in_place(url: str, how: Opening, *, keep_order: bool) -> RemoteFolder |
     names = [*listing] if is_file else choose_files([*listing], url, how)
     if not {PurePosixPath(name).suffix.lower() for name in names} <= readable:
         return None
+    # Sizes and versions, which say later whether a file has changed.
     try:
         infos = [files.info(listing[name]["name"]) for name in names]  # a listing may say less, or say it otherwise
     except fetch_errors() as error:

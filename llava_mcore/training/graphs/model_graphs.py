@@ -19,7 +19,7 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.patches import PatchTransformer
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.packs import PatchPacks, TokenPacks
-from llava_mcore.training.graphs.segments import factors_of, has_experts, segment_of
+from llava_mcore.training.graphs.segments import factors_of, has_fixed_shapes, segment_of
 
 LAYERS_PER_GRAPH = 4
 """Larger graphs copy and keep less between them; smaller ones let gradients be reduced earlier, which is of no use for
@@ -73,7 +73,7 @@ def decoder_graphs(
     config, packs = model.config, TokenPacks(longest)
     segments = list(decoder_segments(model, num_deepstack))
     of_first = segment_of(segments[0], packs).parameters()
-    has_gradient = flows_below or not has_experts(segments[0][0]) or any(p.requires_grad for p in of_first)
+    has_gradient = flows_below or has_fixed_shapes(segments[0][0]) or any(p.requires_grad for p in of_first)
     reasons = {
         "captures attention and router in layers with experts, and those of the first train nothing here": (
             not has_gradient
@@ -116,7 +116,7 @@ def decoder_segments(model: LanguageModel, num_deepstack: int = 0) -> Iterator[l
         lambda layer: (
             min(layer.layer_number, num_deepstack + 1),
             is_first_last_bf16_layer(model.config, layer.layer_number - 1),
-            layer.layer_number if has_experts(layer) else 0,
+            0 if has_fixed_shapes(layer) else layer.layer_number,
         ),
     ):
         layers = list(group)

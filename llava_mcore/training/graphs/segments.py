@@ -1,4 +1,5 @@
-"""Parts that become one CUDA graph: consecutive layers, or attention and router of a layer with experts.
+"""Parts that become one CUDA graph: consecutive layers, or attention and router of a layer whose experts other ranks
+have too.
 
 t: tokens or patches, h: hidden size.
 """
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 
 from llava_mcore.adapters.attach import adapters_of
 from llava_mcore.compat.megatron.layers import after_mlp, attention_of, mlp_of, norm_before_mlp
-from llava_mcore.models.language.experts import ExpertLayer
+from llava_mcore.models.language.experts import ExpertLayer, ExpertMatrices
 from llava_mcore.models.language.layers import DeepstackLayer
 from llava_mcore.training.graphs.packs import Packs
 
@@ -29,14 +30,14 @@ _FIRST = "is_first_microbatch"
 
 
 def segment_of(layers: Sequence[TransformerLayer], packs: Packs) -> LayerSegment:
-    """Return layers as a segment. A layer with experts is one of its own: see `has_experts`."""
-    return RoutingSegment(layers, packs) if has_experts(layers[0]) else LayerSegment(layers, packs)
+    """Return layers as a segment. A layer whose shapes differ is one of its own: see `has_fixed_shapes`."""
+    return LayerSegment(layers, packs) if has_fixed_shapes(layers[0]) else RoutingSegment(layers, packs)
 
 
-def has_experts(layer: TransformerLayer) -> bool:
-    """Return whether a layer sends tokens to experts: their numbers differ, so that only attention and router have
-    fixed shapes."""
-    return isinstance(layer.mlp, ExpertLayer)
+def has_fixed_shapes(layer: TransformerLayer) -> bool:
+    """Return whether a whole layer can be captured. Where ranks send tokens to each other's experts, their numbers
+    differ, so that only attention and router have fixed shapes."""
+    return not isinstance(layer.mlp, ExpertLayer) or layer.mlp.has_fixed_shapes
 
 
 def factors_of(layers: nn.Module) -> nn.ModuleList:
@@ -75,19 +76,29 @@ class LayerSegment(nn.Module):
         """Return whether weights may have changed since the last pass, as megatron-core's schedules mark it."""
         marked = [vars(module) for module in self.modules() if _FIRST in vars(module)]
         is_first = any(marks[_FIRST] for marks in marked)
+        for module in self.modules():
+            if isinstance(module, ExpertMatrices):
+                module.update_fp8()
         for marks in marked:
             marks[_FIRST] = False
         return is_first
 
     def finish(self, outputs: Outputs, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
-        """Return what the layers return, of what `forward` has returned: the same.
+        """Return what the layers return, of what `forward` has returned: routers' terms are added.
 
         Args:
             packed: the arguments of the layers in this pass.
             padding_mask: likewise.
         """
-        assert isinstance(outputs, Tensor)
-        return outputs
+        if isinstance(outputs, Tensor):
+            return outputs
+        hidden_states, *choices = outputs
+        for mixture, choice in zip(self._mixtures(), zip(choices[::2], choices[1::2], strict=True), strict=True):
+            hidden_states = mixture.add_terms(choice, hidden_states, padding_mask)
+        return hidden_states
+
+    def _mixtures(self) -> list[ExpertLayer]:
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertLayer)]
 
     def add_features(self, hidden_states: Tensor, context: Tensor | None) -> Tensor:
         """Return what `forward` returned with the features of the last layer, if it adds some."""
@@ -95,20 +106,26 @@ class LayerSegment(nn.Module):
         return last.add_features(hidden_states, context) if isinstance(last, DeepstackLayer) else hidden_states
 
     def forward(self, *sample: Tensor) -> Outputs:
-        """Return hidden states [t, 1, h], [t / tp, 1, h] with sequence parallelism, of a `Sample`."""
-        hidden_states = sample[0]
+        """Return hidden states [t, 1, h], [t / tp, 1, h] with sequence parallelism, of a `Sample`; then logits and
+        choice of each router."""
+        routers, hidden_states = [mixture.router for mixture in self._mixtures()], sample[0]
+        for router in routers:
+            router.choices = []
         params, angles = self.packs.arguments(*sample)
         for layer in self.layers:
             class_forward = type(layer).forward
             hidden_states, _ = class_forward(
                 layer, hidden_states, attention_mask=None, packed_seq_params=params, rotary_pos_emb=angles
             )
-        return hidden_states
+        choices = [x for router in routers for choice in router.choices for x in choice]
+        for router in routers:
+            router.choices = None
+        return (hidden_states, *choices) if choices else hidden_states
 
 
 class RoutingSegment(LayerSegment):
     """Attention and router of a layer with experts, their norms, and the residual connection of the attention. The
-    routers' terms and the experts follow without a graph.
+    router's terms and the experts follow without a graph.
 
     A router that chooses at random is not captured, as no graph draws random numbers.
     """

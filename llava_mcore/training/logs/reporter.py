@@ -165,9 +165,14 @@ class Reporter:
         if drawn is not None and self.sinks is not None:
             self.sinks.image("expert_loads", *drawn)
 
-    def close(self) -> None:
-        """Close the sinks and draw the losses. A second call does nothing."""
-        warn_on_failure("load of experts", self._draw_loads)
+    def close(self, *, in_a_hurry: bool = False) -> None:
+        """Close the sinks, and draw the losses and the load of experts. A second call does nothing.
+
+        Args:
+            in_a_hurry: draw no load of experts: this rank is killed soon, and has to say what happened.
+        """
+        if not in_a_hurry:
+            warn_on_failure("load of experts", self._draw_loads)
         sinks, self.sinks = self.sinks, None
         if sinks is not None:
             sinks.close()

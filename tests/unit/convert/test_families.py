@@ -168,6 +168,9 @@ def test_layers_of_transformer_engine_are_not_used_where_they_cannot_compute(gem
     gemma_config, phi_config = load_hf_config(gemma), load_hf_config(phi)
     unsaid: dict[str, Any] = {"model.transformer_impl": None}
     assert transformer_impl(run_config(1, 1, "", "", **unsaid), here, gemma_config) == "local"
+    ring = {"parallel.context_parallel_size": 2, "parallel.cp_comm_type": "p2p"}
+    with pytest.raises(ConfigError, match="--cp-comm-type p2p: gemma3_text models have windows or soft caps"):
+        transformer_impl(run_config(1, 1, "", "", **unsaid, **ring), here, gemma_config)
     for flags in ({"model.transformer_impl": "transformer_engine"}, unsaid | {"training.fp8": True}):
         run = run_config(1, 1, "", "", **flags)
         with pytest.raises(ConfigError, match="gemma3_text models have local layers only"):

@@ -190,6 +190,8 @@ def test_what_is_too_long() -> None:
 def test_lengths_are_rounded_up_in_a_packs_budget() -> None:
     packing = Packing(8, capacity=64, multiple=8)
     assert [packing.room(n, 1) for n in (1, 8, 9, 64)] == [8, 8, 16, 64]
+    # Shorter than the 2 x cp chunks that a sample is cut into, as with --cp 4: padded to a token for each.
+    assert packing.room(3, 1) == 8
     # Of several conversations only their sum is known: 3 x 3 tokens take 24.
     assert packing.room(9, 3) >= 24
     assert Packing(8, capacity=64).room(9, 3) == 9

@@ -95,6 +95,10 @@ def test_a_pack_that_cannot_be_cut() -> None:
         ((4, 4, 8, 8), None),  # one node: the rules say what does not divide
         ((2, 8, 32, 8), "--tp 2 x --cp 8 = 16 processes divide the tokens of a sample, on several nodes of 8"),
         ((1, 3, 24, 8), "--cp 2 stays inside a node"),
+        (
+            (2, 8, 32, 8),
+            "--cp 4 stays inside a node; with --cp-comm-type a2a+p2p --cp-a2a-size 4, those of fewer heads do",
+        ),
         ((16, 2, 32, 8), "--tp 16 alone does not fit into nodes"),
     ],
 )

@@ -6,16 +6,19 @@ import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine with
 
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
-from llava_mcore.media.batch_fields import MEDIA_SEQLENS, PIXEL_VALUES, WINDOW_ORDER, WINDOW_SEQLENS
+from llava_mcore.media.batch_fields import MEDIA_SEQLENS, PIXEL_VALUES, WINDOW_ORDER, WINDOW_SEQLENS, MediaWork
+from llava_mcore.models.architectures.hf_config import load_hf_config
+from llava_mcore.models.flops import TrainedParts, Workload, model_flops
 from llava_mcore.models.vision.patches import PatchTransformer, windows_of
-from llava_mcore.parallel.batch import Items, divide, gather_items, host_lengths
 from llava_mcore.parallel.groups import single_process, tensor_parallel_group
+from llava_mcore.parallel.items import Items, divide, gather_items, host_lengths
 from tests.helpers.class_checks import batch_of, load_model
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.unit.models.test_qwen import CONVERSATIONS
@@ -60,6 +63,23 @@ def test_rows_come_back_in_their_order() -> None:
         assert torch.equal(own.grad, torch.arange(6.0)[:, None].expand(6, 2))
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_costs_are_the_products_of_a_towers_layers(tmp_path: Path, name: str) -> None:
+    """Those that training counts; in windows they grow less than with the square of an image's patches."""
+    make_hf_qwen(tmp_path / "hf", name)
+    hf = load_hf_config(tmp_path / "hf")
+    with single_process() as groups:
+        tower = load_model(groups, import_hf(tmp_path / "hf", tmp_path / "m")).vision_model
+        assert isinstance(tower, PatchTransformer)
+        window = tower.shape.window_patches
+        for num_patches in (16, 64, 256):
+            in_windows = num_patches * min(window, num_patches)
+            work = MediaWork(0, num_patches, num_patches**2, in_windows, 1)
+            counted = model_flops(hf, Workload(0, 0, work), TrainedParts())
+            layers = counted.vision_layers.forward + counted.vision_attention.forward
+            assert 2 * tower.products(num_patches) == layers, num_patches
+
+
 def test_what_a_tower_computes_for_a_part_are_the_rows_of_the_whole(tmp_path: Path) -> None:
     """Windows, positions and lengths of each image and frame go with it."""
     make_hf_qwen(tmp_path / "hf", "qwen2_5_vl")
@@ -69,11 +89,13 @@ def test_what_a_tower_computes_for_a_part_are_the_rows_of_the_whole(tmp_path: Pa
         tower = load_model(groups, checkpoint).vision_model
         assert isinstance(tower, PatchTransformer)
         items = tower.items(media, host_lengths(media))
-        whole = tower(media[PIXEL_VALUES].float(), media, max(items.costs)).split(list(items.num_features))
+        longest = items.longest(range(len(items.costs)))
+        assert longest == media[MEDIA_SEQLENS].max()
+        whole = tower(media[PIXEL_VALUES].float(), media, longest).split(list(items.num_features))
         for chosen in ([0, 2], [1], list(range(len(items.costs)))):
             part = items.of(media, chosen)
             assert len(part[MEDIA_SEQLENS]) == len(chosen)
             assert part[WINDOW_ORDER].sort().values.tolist() == list(range(len(part[WINDOW_ORDER])))
             assert part[WINDOW_SEQLENS].sum() == part[MEDIA_SEQLENS].sum()
-            found = tower(part[PIXEL_VALUES].float(), part, max(items.costs))
+            found = tower(part[PIXEL_VALUES].float(), part, items.longest(chosen))
             assert torch.allclose(found, torch.cat([whole[i] for i in chosen]), rtol=1e-5, atol=1e-5)

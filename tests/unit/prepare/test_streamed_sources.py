@@ -229,5 +229,5 @@ def test_file_systems_outlive_forks() -> None:
     Ended.clear_instance_cache()
     with pytest.raises(BlockingIOError):
         os.read(read, 5)
-    file_systems._KEPT.clear()
+    file_systems.OPENED.clear()
     assert os.read(read, 5) == b"ended"

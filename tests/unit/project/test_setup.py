@@ -130,6 +130,20 @@ def test_for_gpus_torch_comes_before_what_is_compiled_against_it(project: Path, 
     assert second.endswith(f"--no-compile --no-build-isolation {locks} --editable .[gpu]")
 
 
+def test_headers_are_those_of_the_toolkit_whose_nvcc_a_script_on_path_starts(project: Path, toolkit: Path) -> None:
+    """As where a distribution or an administrator has put a script into /usr/bin or /usr/local/bin."""
+    add(project / "bin" / "python3")
+    say_home = (project / "bin" / "python3").read_text().replace('$*" >> calls', 'CUDA_HOME=$CUDA_HOME $*" >> calls')
+    (project / "bin" / "python3").write_text(say_home)
+    nvcc = toolkit / "bin" / "nvcc"
+    nvcc.write_text(nvcc.read_text() + f'[ "$1" = --version ] || echo "#$ TOP={toolkit}/bin/.." >&2\n')
+    (project / "bin" / "nvcc").write_text(f'#!/bin/bash\nexec {nvcc} "$@"\n')
+    (project / "bin" / "nvcc").chmod(0o755)
+    done = run(project, "gpu", ".venv-gpu")
+    assert done.returncode == 0, done.stderr
+    assert f"CUDA_HOME={toolkit} " in (project / "calls").read_text().splitlines()[-1]
+
+
 def test_what_compiling_needs_is_said_before_anything_is_installed(project: Path, toolkit: Path) -> None:
     add(project / "bin" / "python3")
     (toolkit / "bin" / "nvcc").write_text('#!/bin/bash\necho "Cuda compilation tools, release 12.8, V12.8.93"\n')

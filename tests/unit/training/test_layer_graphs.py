@@ -20,6 +20,7 @@ from llava_mcore.config.rules.all_rules import check_run, loader_multiple
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.errors import ConfigError
+from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.parallel.groups import join_alone
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.graphs import layer_graphs, model_graphs
@@ -250,38 +251,54 @@ def test_features_are_added_between_graphs(tmp_path: Path, calls: Calls) -> None
     assert calls.calls == 2 * len(case.packs) * len(segments)
 
 
-@pytest.mark.parametrize("balance", [False, True], ids=["router", "random"])
-def test_experts_follow_without_a_graph(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, balance: bool
-) -> None:
-    """Attention and router of such a layer are captured, terms and loads of routers are as without graphs. A router
-    that chooses at random is not captured."""
+ALONE = "alone"
+"""This rank alone has experts."""
+
+
+@pytest.mark.parametrize("kind", [ALONE, "other ranks", "random"])
+def test_layers_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, kind: str) -> None:
+    """Whole layers are captured where one rank has all experts, else attention and router, or attention alone if
+    routers choose at random. Terms and loads of routers are as without graphs."""
     monkeypatch.setattr(megatron_router, "apply_random_logits", lambda logits: logits.flip(-1))
+    if kind == "other ranks":
+        monkeypatch.setattr(ExpertLayer, "has_fixed_shapes", False)
     make_hf_llava(tmp_path / "hf", text="qwen3_moe")
     import_hf(tmp_path / "hf", tmp_path / "megatron")
     flags = {"data.packing": True, "router.aux_loss_coef": 0.1, "router.z_loss_coef": 0.1}
-    flags |= {"router.force_balance": balance}
+    flags |= {"router.force_balance": kind == "random"}
     run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **flags)
     trainer = make_trainer(join_alone(), run)
     expected = train(trainer, loads=True)
     trainer = make_trainer(join_alone(), run)
     model = trainer.models[0].language_model
     segments = list(model_graphs.decoder_segments(model))
-    assert [[layer.layer_number for layer in layers] for layers in segments] == [[1], [2], [3], [4]]
-    frozen = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **{"adapter.expert_r": 2})
-    with pytest.raises(ConfigError, match="in layers with experts, and those of the first train nothing here: omit"):
-        adapted = make_trainer(join_alone(), frozen)
-        model_graphs.model_graphs(adapted.models[0], adapted.chunks[0], frozen)
+    numbers = [[1, 2, 3, 4]] if kind == ALONE else [[1], [2], [3], [4]]
+    assert [[layer.layer_number for layer in layers] for layers in segments] == numbers
     graphs = LayerGraphs(segments, model.config, trainer.chunks[0], TokenPacks(LENGTH))
     captured = {id(p) for segment in graphs._segments for p in segment.parameters()}
     names = {name for name, p in model.decoder.layers.named_parameters() if id(p) not in captured}
-    of_router = {"pre_mlp_layernorm.weight", "mlp.router.weight"} if balance else set()
-    of_experts = {f"mlp.experts.linear_fc{i}.weight" for i in (1, 2)}
+    of_router = {"pre_mlp_layernorm.weight", "mlp.router.weight"} if kind == "random" else set()
+    of_experts = set() if kind == ALONE else {f"mlp.experts.linear_fc{i}.weight" for i in (1, 2)}
     assert {name.partition(".")[2] for name in names if name[0] in "023"} == of_router | of_experts
     assert not any(name.startswith("1.") for name in names), "the second layer has a plain MLP"
     object.__setattr__(trainer, "graphs", [graphs])
-    assert train(trainer, loads=True) == expected
+    for one, other in zip(train(trainer, loads=True), expected, strict=True):
+        assert one[:2] == pytest.approx(other[:2], rel=1e-6)
+        assert one[2] == other[2], "loads"
+        assert {name: value for name, (value, _) in one[3].items()} == pytest.approx(
+            {name: value for name, (value, _) in other[3].items()}, rel=1e-6
+        )
     assert calls.calls == 3 * (GLOBAL_BATCH // 2) * len(segments)
+
+
+def test_a_first_layer_whose_attention_trains_nothing(tmp_path: Path) -> None:
+    """Adapters of experts are in no graph."""
+    make_hf_llava(tmp_path / "hf", text="qwen3_moe")
+    import_hf(tmp_path / "hf", tmp_path / "megatron")
+    run = run_config(1, 1, str(tmp_path / "megatron"), str(tmp_path), **{"adapter.expert_r": 2})
+    trainer = make_trainer(join_alone(), run)
+    with pytest.raises(ConfigError, match="in layers with experts, and those of the first train nothing here: omit"):
+        model_graphs.model_graphs(trainer.models[0], trainer.chunks[0], run)
 
 
 def test_sizes_end_with_the_largest_pack() -> None:

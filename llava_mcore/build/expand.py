@@ -24,8 +24,8 @@ from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.atomic import require_absent, written_beside
 from llava_mcore.files.hf_files import CONFIG, copy_companions, read_config, write_index
 from llava_mcore.files.hf_folder import HfFolder, plan_file, write_tensors
+from llava_mcore.models.architectures.expanded import EXPANDED, expanded_layers
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
-from llava_mcore.models.expanded import EXPANDED, expanded_layers
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.weights.names import HfNames
 

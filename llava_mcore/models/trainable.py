@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from llava_mcore.compat.megatron.frozen_linears import train_biases
 from llava_mcore.config.sections.model import ModelConfig
 from llava_mcore.errors import ConfigError, problems
+from llava_mcore.models.architectures.expanded import prefixes_of_expanded
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
-from llava_mcore.models.expanded import prefixes_of_expanded
 from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel

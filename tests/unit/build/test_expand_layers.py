@@ -17,8 +17,8 @@ from llava_mcore.convert.export_hf import export_hf
 from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.models.architectures.expanded import EXPANDED
 from llava_mcore.models.architectures.hf_config import load_hf_config
-from llava_mcore.models.expanded import EXPANDED
 from llava_mcore.models.trainable import trained_parameters
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import make_hf_qwen

@@ -46,6 +46,8 @@ class OpenedData(NamedTuple):
     """Streams that the data is divided into, over all ranks."""
     streams: dict[int, Stream]
     """This rank's streams, at the beginning."""
+    unread: list[str]
+    """Paths of datasets whose weight in the blend is 0."""
 
 
 def open_training(
@@ -88,7 +90,8 @@ def open_training(
         batch_size=rank.micro_batch_size,
         global_batch_sizes=rank.batch_sizes,
     )
-    return OpenedData(short_names([x.path for x in datasets]) if of_blend else [], num_streams, streams)
+    names = short_names([x.path for x in datasets]) if of_blend else []
+    return OpenedData(names, num_streams, streams, [x.path for x in datasets if not x.weight])
 
 
 def mixture_of(datasets: Sequence[Dataset], data: DataConfig, *, num_streams: int, seed: int) -> Mixture:

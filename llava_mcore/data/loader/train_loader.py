@@ -17,7 +17,7 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.augment import Augmentation, augmentation_of
 from llava_mcore.data.encode.tokens import log_origin, warn_of_other_pixels
 from llava_mcore.data.loader.budgets import check_budgets, warnings_of_large_media
-from llava_mcore.data.loader.open_streams import RankReads, limit_line, open_training
+from llava_mcore.data.loader.open_streams import OpenedData, RankReads, limit_line, open_training
 from llava_mcore.data.loader.sample_problems import SampleWarnings
 from llava_mcore.data.loader.saved_position import (
     FORMAT,
@@ -109,7 +109,7 @@ class TrainLoader:
         self.dataset_names = opened.dataset_names
         """Names of a blend's datasets, for the log; empty for a single dataset."""
         if dp_rank == 0:
-            _log_start(leaves, data, assets, augmentation, opened.num_streams, dp_size)
+            _log_start(leaves, data, assets, augmentation, opened, dp_size)
 
         # Divide the streams over loader processes, which are forked at the first batch, with the open streams.
         self._turns = _turns_of(rank, opened.num_streams, saved_streams.num_batches)
@@ -220,7 +220,7 @@ def _log_start(
     data: DataConfig,
     assets: Assets,
     augmentation: Augmentation | None,
-    num_streams: int,
+    opened: OpenedData,
     dp_size: int,
 ) -> None:
     """Log what the first rank says about the data at the start."""
@@ -229,7 +229,9 @@ def _log_start(
     if (line := limit_line(data)) is not None:
         logger.info(line)
     moving = [] if augmentation is None else augmentation.warnings
-    for warning in [*warnings_of_large_media(data, assets), *warnings_of_ranks(num_streams, dp_size), *moving]:
+    unread = [f"{path}: no sample of it is read, since its weight in the blend is 0" for path in opened.unread]
+    of_ranks = warnings_of_ranks(opened.num_streams, dp_size)
+    for warning in [*unread, *warnings_of_large_media(data, assets), *of_ranks, *moving]:
         logger.warning(warning)
 
 

@@ -135,6 +135,12 @@ def test_weights_of_tokens(root: Path, assets: Assets) -> None:
         open_loader(path, assets, blend_weights="tokens", **OPTIONS)
 
 
+def test_a_dataset_of_weight_0_is_named(root: Path, assets: Assets, caplog: pytest.LogCaptureFixture) -> None:
+    open_loader(blend(root, {}, {"weight": 0}), assets, **OPTIONS)
+    assert "two: no sample of it is read, since its weight in the blend is 0" in caplog.text
+    assert "one: no sample" not in caplog.text
+
+
 def test_wrong_weights_are_named_together(root: Path, assets: Assets) -> None:
     path = blend(root, {"subflavors": {"max_epochs": "three"}}, {"subflavors": {"weight_factor": {"steps": [[0, 1]]}}})
     with pytest.raises(DataError) as error:

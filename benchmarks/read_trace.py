@@ -26,13 +26,16 @@ from rich.table import Table
 KINDS = {
     "communication": r"nccl",
     "attention": r"fmha|flash|cudnn.*(sdpa|attn)|attention",
+    "products of experts": r"GroupProblemShape",
     "matrix products": r"gemm|cutlass|nvjet|cublas|xmma",
+    "sums of gradients": r"unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>",
     "optimizer": r"multi_tensor|adam|l2norm",
     "copies and fills": r"memcpy|memset|copy_|fill|CatArray|direct_copy",
     "norms": r"norm",
     "rotary, activations, loss": r"rope|rotary|silu|swiglu|gelu|softmax|cross_entropy|act_and_mul|dgated|gated",
 }
 """Kind -> what the names of its kernels contain; the first one that fits."""
+PRODUCTS = ("products of experts", "matrix products")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 MESSAGES = r"SendRecv"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item", "aten::nonzero")
@@ -106,7 +109,7 @@ def alone(kernels: Sequence[Span], pattern: str, begin: float, end: float) -> fl
 
 def bubble(trace: Trace) -> float:
     """Return the bubble's part of the time of all passes, first kernel to last matrix product, of the first stage."""
-    end = max(kernel.end for kernel in trace.kernels if kind_of(kernel.name) == "matrix products")
+    end = max(kernel.end for kernel in trace.kernels if kind_of(kernel.name) in PRODUCTS)
     return alone(trace.kernels, MESSAGES, trace.begin, end) / (end - trace.begin)
 
 

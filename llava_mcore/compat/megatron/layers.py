@@ -51,7 +51,7 @@ def use_position_ids(model: GPTModel, embedding: nn.Module) -> None:
 _ATTENTION, _MLP = "_forward_attention", "_forward_mlp"
 """The two methods that a layer's forward pass consists of."""
 _BEFORE_MLP, _AFTER_MLP = "_forward_pre_mlp_layernorm", "_forward_post_mlp"
-"""What the second one calls before and after the module."""
+"""Methods that the second one calls before and after the module."""
 for _name in (_ATTENTION, _MLP, _BEFORE_MLP, _AFTER_MLP):
     required(TransformerLayer, _name)
 

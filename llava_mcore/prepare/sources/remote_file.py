@@ -48,7 +48,7 @@ class RemoteFile:
     url: str
     size: int
     version: tuple[str, ...]
-    """What the file system said of the file when it was listed."""
+    """Details by which the file system tells a changed file, from when it was listed."""
 
     def __str__(self) -> str:
         return self.url

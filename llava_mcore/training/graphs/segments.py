@@ -76,9 +76,9 @@ class LayerSegment(nn.Module):
         """Return whether weights may have changed since the last pass, as megatron-core's schedules mark it."""
         marked = [vars(module) for module in self.modules() if _FIRST in vars(module)]
         is_first = any(marks[_FIRST] for marks in marked)
-        for module in self.modules():
-            if isinstance(module, ExpertMatrices):
-                module.update_fp8()
+        if is_first:
+            for matrices in (module for module in self.modules() if isinstance(module, ExpertMatrices)):
+                matrices.update_fp8()
         for marks in marked:
             marks[_FIRST] = False
         return is_first

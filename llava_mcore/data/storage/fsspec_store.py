@@ -19,8 +19,9 @@ from typing import IO, Any
 
 import fsspec
 from multistorageclient.providers.base import BaseStorageProvider
+from multistorageclient.retry import retry
 from multistorageclient.telemetry import Telemetry
-from multistorageclient.types import ObjectMetadata, Range, RetryableError, SymlinkHandling
+from multistorageclient.types import ObjectMetadata, Range, RetryableError, RetryConfig, SymlinkHandling
 
 NAME = "fsspec"
 TIMES = ("mtime", "modificationTime", "modification_time", "LastModified", "last_modified", "created")
@@ -32,8 +33,9 @@ PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 class FsspecStorageProvider(BaseStorageProvider):
     """Reads and writes files of any fsspec file system below a folder.
 
-    Connection errors are retried as the profile's `retry` says. The file system is fsspec's own instance of the process
-    and thread, so a forked process has its own connections.
+    multi-storage-client retries reads and writes as the profile's `retry` says. It does not retry questions (what a file
+    is, what a folder holds), so this class does, as often as multi-storage-client's default says. The file system is
+    fsspec's own instance of the process and thread, so a forked process has its own connections.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class FsspecStorageProvider(BaseStorageProvider):
         self._protocol = protocol
         options.pop("credentials_provider", None)
         self._options = options
+        self._retry_config = RetryConfig()  # the decorator `retry` reads it; a provider is not told its profile's own
 
     def _files(self) -> fsspec.AbstractFileSystem:
         return fsspec.filesystem(self._protocol, **self._options)
@@ -72,6 +75,11 @@ class FsspecStorageProvider(BaseStorageProvider):
         except (ValueError, ImportError) as error:  # a wrong option, or a client that is not installed
             raise RuntimeError(f"{operation} of {self._protocol}:{path} failed: {error!r}") from error
 
+    @retry
+    def _ask[T](self, operation: str, path: str, call: Callable[[], T]) -> T:
+        """Return what a call returns that only asks, trying again after a connection error."""
+        return self._try(operation, path, call)
+
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _get_object(self, path: str, byte_range: Range | None = None) -> bytes:
@@ -80,7 +88,7 @@ class FsspecStorageProvider(BaseStorageProvider):
         return bytes(self._try("reading", path, lambda: self._files().cat_file(path, start=start, end=end)))
 
     def _get_object_metadata(self, path: str, strict: bool = True) -> ObjectMetadata:
-        return _metadata(path, self._try("looking", path, lambda: self._files().info(path)))
+        return _metadata(path, self._ask("looking", path, lambda: self._files().info(path)))
 
     def _list_objects(
         self,
@@ -94,10 +102,10 @@ class FsspecStorageProvider(BaseStorageProvider):
         folder = path.rstrip("/")
         files = self._files()
         if include_directories:
-            listed = self._try("listing", folder, lambda: files.ls(folder, detail=True))
+            listed = self._ask("listing", folder, lambda: files.ls(folder, detail=True))
             listing = {str(info["name"]): info for info in listed}
         else:
-            listing = self._try("listing", folder, lambda: files.find(folder, detail=True))
+            listing = self._ask("listing", folder, lambda: files.find(folder, detail=True))
         for name in sorted(listing):
             key = _absolute(name)
             if (start_after is None or key > start_after) and (end_at is None or key <= end_at):

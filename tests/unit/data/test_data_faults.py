@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
+from llava_mcore.training import fetch
 from llava_mcore.training.fetch import SkipBudget
 from tests.helpers.batches import FakeBatch
 from tests.unit.data.test_data_loader import check_batch, open_loader, take
@@ -246,3 +247,14 @@ def test_a_sample_that_is_left_out_in_every_epoch_is_told_once() -> None:
     budget = SkipBudget(0.01)
     budget.report([batch, replace(batch, skipped=skips[:1])])
     assert list(budget.last) == ["shard 1, sample 5: no question", "shard 0, sample 3: no image"]
+
+
+def test_the_rate_of_skips_is_that_of_at_least_a_thousand_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "agree", lambda groups, problem: [])
+    groups: Any = None
+    budget = SkipBudget(0.01)
+    for used, skipped in ((0, 10), (990, 10), (9900, 100)):
+        budget.check(groups, used, skipped)
+    for used, skipped in ((0, 11), (9898, 100)):
+        with pytest.raises(DataError, match=rf"{skipped} of {used + skipped} samples could not be used"):
+            budget.check(groups, used, skipped)

@@ -150,6 +150,25 @@ def test_nothing_but_broken_samples(assets: Assets, tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_broken_samples_between_good_ones_are_not_in_a_row(assets: Assets, tmp_path: Path, packing: bool) -> None:
+    """More than 100 of them while a buffer of 64 fills, and over several batches; max_skip_rate says how many may be."""
+    write_shard(tmp_path / "000000.tar", (vqa_sample(n, **({} if n % 4 == 3 else {"txt": " "})) for n in range(8)))
+    prepare(tmp_path)
+    loader = open_loader(
+        tmp_path, assets, shuffle=0, num_streams=1, micro_batch_size=1, packing=packing, packing_buffer_size=64
+    )
+    num_skipped = sum(len(batch.skipped) for batch in take(loader, 1 if packing else 40))
+    assert num_skipped > 100
+
+
+def test_packs_whose_images_cannot_be_decoded_end_the_reading(assets: Assets, tmp_path: Path) -> None:
+    write_shard(tmp_path / "000000.tar", (vqa_sample(n, jpg=b"no image") for n in range(4)))
+    prepare(tmp_path)
+    with pytest.raises(DataError, match=r"10\d samples in a row cannot be used.*(?s:.*)the image cannot be decoded"):
+        next(open_loader(tmp_path, assets, shuffle=0, num_streams=1, packing=True, packing_buffer_size=3))
+
+
 def test_fault_of_the_program_is_not_taken_for_bad_data(
     dataset: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch
 ) -> None:

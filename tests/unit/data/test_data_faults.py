@@ -152,7 +152,7 @@ def test_nothing_but_broken_samples(assets: Assets, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_broken_samples_between_good_ones_are_not_in_a_row(assets: Assets, tmp_path: Path, packing: bool) -> None:
-    """More than 100 of them while a buffer of 64 fills, and over several batches; max_skip_rate says how many may be."""
+    """More than 100 of them while a buffer of 64 fills, and over several batches; max_skip_rate limits them."""
     write_shard(tmp_path / "000000.tar", (vqa_sample(n, **({} if n % 4 == 3 else {"txt": " "})) for n in range(8)))
     prepare(tmp_path)
     loader = open_loader(

@@ -124,6 +124,7 @@ def test_padding_shifts_labels_and_places_pictures() -> None:
     assert batch.media["feature_positions"].tolist() == [5, 6]
     assert batch.media["pixel_values"].shape == (1, 3, 2, 2)
     assert batch.sample_keys == ["k3", "k5"] and batch.num_tokens == 8 and not batch.cu_seqlens.numel()
+    assert batch.num_pairs == 1 + 2 + 3 + (1 + 2 + 3 + 4 + 5)
 
 
 def test_packing_begins_anew_with_every_conversation() -> None:

@@ -226,3 +226,6 @@ def test_other_pixels_than_when_the_tokens_were_counted(tmp_path: Path, caplog: 
     (record,) = caplog.records
     assert "counted with images of 576 to 5000 pixels, but this run resizes them to 576 to 9216" in record.message
     assert "give --min-pixels 576 --max-pixels 5000, or prepare" in record.message
+    caplog.clear()
+    warn_of_other_pixels([tmp_path / "out"], same.pixel_ranges | {"pixels": PixelRange(700, 5000)})
+    assert "this run resizes them to 700 to 5000" in caplog.text

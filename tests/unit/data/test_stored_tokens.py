@@ -64,7 +64,9 @@ def test_whatever_the_tokens_depend_on_changes_the_digest() -> None:
     assert len(digests) == 2 + len(others)
 
 
-def test_tokens_of_media_are_never_trained() -> None:
+def test_tokens_of_media_are_never_trained(assets: Assets) -> None:
+    drawn = assets.chat.text_tokens([Turn("user", "Draw."), Turn("assistant", "<image> Done.")], num_images=1)
+    assert drawn.trained.any() and not drawn.trained[drawn.ids == assets.plan.image_token_id].any()
     text = TextTokens(np.array([5, 4, 6]), np.ones(3, np.bool_))
     found = expand(text, [4], [tokens_of_a_picture(4, 2)])
     assert (found.input_ids.tolist(), found.trained.tolist()) == ([5, 4, 4, 6], [True, False, False, True])

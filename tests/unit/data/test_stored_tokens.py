@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ from llava_mcore.data.encode.tokens import (
 )
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
+from llava_mcore.media.media import AroundMedia
 from llava_mcore.prepare.shard_plan import Counting, Options
+from llava_mcore.templates import fixed_date
 from tests.helpers.bad_data_makers import index, write_tar
 from tests.helpers.encoding import tokens_of_a_picture
 from tests.helpers.prepare_cases import chat_cases, make, write_sharegpt
@@ -64,9 +68,31 @@ def test_whatever_the_tokens_depend_on_changes_the_digest() -> None:
     assert len(digests) == 2 + len(others)
 
 
-def test_tokens_of_media_are_never_trained(assets: Assets) -> None:
-    drawn = assets.chat.text_tokens([Turn("user", "Draw."), Turn("assistant", "<image> Done.")], num_images=1)
-    assert drawn.trained.any() and not drawn.trained[drawn.ids == assets.plan.image_token_id].any()
+def test_whatever_the_tokens_depend_on_changes_the_fingerprint(assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
+    dated = "{{ strftime_now('%Y') }}" + assets.chat.template
+    others: dict[str, Any] = {
+        **dict.fromkeys(("image_token", "video_token", "audio_token", "eos_token"), "other"),
+        **{
+            "special_tokens_in_text": "control",
+            "template": dated,
+            "_variables": {},
+            "_around_media": AroundMedia((("a", "b"),)),
+        },
+    }
+
+    def fingerprint(**changes: Any) -> str:
+        changed = copy.copy(assets.chat)
+        vars(changed).pop("fingerprint", None)
+        vars(changed).update(changes)
+        return changed.fingerprint
+
+    found = {fingerprint(), *(fingerprint(**{name: value}) for name, value in others.items())}
+    assert len(found) == 1 + len(others) and fingerprint() == assets.chat.fingerprint
+    monkeypatch.setattr(fixed_date, "TODAY", datetime(2000, 1, 1))
+    assert fingerprint(template=dated) not in found and fingerprint() in found
+
+
+def test_tokens_of_media_are_never_trained() -> None:
     text = TextTokens(np.array([5, 4, 6]), np.ones(3, np.bool_))
     found = expand(text, [4], [tokens_of_a_picture(4, 2)])
     assert (found.input_ids.tolist(), found.trained.tolist()) == ([5, 4, 4, 6], [True, False, False, True])

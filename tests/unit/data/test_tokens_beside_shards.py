@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import zlib
@@ -161,6 +162,21 @@ def test_what_is_at_a_limit_may_be_trained_on(assets: Assets) -> None:
         one_less = replace(limits, **{field: getattr(limits, field) - 1})
         with pytest.raises(DataError, match=message):
             check_media(clip, replace(assets, limits=one_less, refused={}))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EIO])
+def test_files_that_cannot_be_opened(copy: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """If the process has too many open files, others have to be closed; any other error means no tokens."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(stored_tokens, "open_regular_file", fails)
+    if number == errno.EIO:
+        assert stored_tokens.open_tokens(copy / "000000.tar") is None
+    else:
+        with pytest.raises(OSError, match="no"):
+            stored_tokens.open_tokens(copy / "000000.tar")
 
 
 def test_an_entry_comes_back(data: Path) -> None:

@@ -42,6 +42,8 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ((), "adam_beta2", 0.999),
         (("--adam-beta2", "0.95"), "adam_beta2", 0.95),
         ((), "loss_scale", None),
+        ((), "initial_loss_scale", 65536.0),
+        (("optimizer.clip_grad=3",), "clip_grad", 3.0),
         (("--loss-scale", "128"), "loss_scale", 128.0),
         (("--lr", "0.5"), "lr", 0.5),
         (("--dist-optim",), "use_distributed_optimizer", True),

@@ -6,11 +6,15 @@ import datetime
 import re
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel import random
+from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.replica_groups import replica_groups
+
+from megatron.core import tensor_parallel  # isort: skip  (after llava_mcore.parallel)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -34,3 +38,20 @@ def test_replicas_and_stages_draw_other_dropout_and_the_same_weights(monkeypatch
             monkeypatch.setattr(random, "_seed", of_dropout.append)
             random.seed_replicas(1234)
     assert len(set(of_weights)) == 8 and len(set(of_dropout)) == 8 * 64
+
+
+def test_generators_continue_where_they_were() -> None:
+    """Those of all tokens, and those in which tensor-parallel ranks draw their own numbers."""
+
+    def draw() -> list[torch.Tensor]:
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            own = torch.rand(3)
+        return [torch.rand(3), own]
+
+    with single_process():
+        random.seed_everything(5)
+        draw()
+        with random.kept_random_state():
+            first = draw()
+        again, later = draw(), draw()
+    assert all(torch.equal(a, b) and not torch.equal(b, c) for a, b, c in zip(first, again, later, strict=True))

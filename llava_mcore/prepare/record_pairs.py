@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from llava_mcore.data.encode.messages import decoded, role_of
-from llava_mcore.data.encode.record_keys import CHOSEN, PAIR, REJECTED, TURN_LISTS, is_full
+from llava_mcore.data.encode.messages import role_of
+from llava_mcore.data.encode.record_keys import CHOSEN, PAIR, REJECTED, TURN_LISTS, decoded, is_full
 from llava_mcore.data.samples import Turn
 from llava_mcore.prepare.record_layouts import CONTINUED, PAIRS, Keys, parse
 from llava_mcore.prepare.row_types import BadSample, Draft, Reason

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llava_mcore.data.encode.marks import NAMES, TYPES, count_marks, escape
-from llava_mcore.data.encode.messages import as_records, decoded
-from llava_mcore.data.encode.record_keys import IMAGE_OPTIONS, PART, VIDEO_OPTIONS, full_value, is_full
+from llava_mcore.data.encode.messages import as_records
+from llava_mcore.data.encode.record_keys import IMAGE_OPTIONS, PART, VIDEO_OPTIONS, decoded, full_value, is_full
 from llava_mcore.data.encode.sample_media import FRAMES_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import with_article

@@ -6,6 +6,7 @@ so that nothing in a user's data is dropped without a word.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,3 +196,13 @@ def _answer_text(answer: Any) -> Any:
     if isinstance(answer, Mapping):
         return next((answer[key] for key in TEXT_KEYS if answer.get(key) is not None), None)
     return answer
+
+
+def decoded(value: Any) -> Any:
+    """Return a list or object that was stored as JSON text; everything else is unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value

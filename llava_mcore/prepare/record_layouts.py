@@ -17,6 +17,8 @@ from llava_mcore.data.encode.record_keys import (
     INPUT_KEY,
     OBJECTS_KEY,
     PAIR,
+    REJECTED_IMAGES,
+    REJECTED_KEYS,
     ROW,
     TURN_LISTS,
     decoded,
@@ -95,7 +97,7 @@ class Keys:
         """Return every field that is read or checked."""
         media = (*self.images, *self.videos, *self.audios)
         texts = (*TURN_LISTS, *ROW_LAYOUTS, *PAIR, INPUT_KEY, OBJECTS_KEY, *self.questions, *self.answers)
-        texts = (*texts, "text") if self.pairs else texts
+        texts = (*texts, "text", *REJECTED_KEYS, REJECTED_IMAGES) if self.pairs else texts
         return frozenset((*texts, *media)) | ROW.honored | ROW.refused.keys()
 
 

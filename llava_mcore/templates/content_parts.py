@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "".join(AUDIO_TOKENS)}
 """Placeholder of each type of part besides text."""
-OWN_TEMPLATE = "Omit --chat-template for the folder's own template, or change a copy of its chat_template.jinja and give that file."
+OWN_TEMPLATE = "Omit --chat-template for the folder's own, or give a changed copy of its chat_template.jinja."
 _NAMES = {"image": "image", "video": "video", "audio": "audio clip"}
 _TEXT = "What does 7f3a show?"
 _ANSWER = "A 9c1e."

@@ -77,8 +77,8 @@ def _own_arguments(fields: Mapping[str, Any], properties: Mapping[str, Mapping[s
         about = call["function"]
         known, arguments = properties.get(about["name"]), about["arguments"]
         if known is not None and isinstance(arguments, Mapping):
-            own = {key: value for key, value in arguments.items() if value is not None or key in known}
-            call = {**call, "function": {**about, "arguments": own}}
+            written = {key: value for key, value in arguments.items() if value is not None or key in known}
+            call = {**call, "function": {**about, "arguments": written}}
         calls.append(call)
     return {**fields, "tool_calls": calls} if calls else dict(fields)
 

@@ -159,11 +159,9 @@ def place_marks(draft: Draft) -> Draft:
     Raises BadSample if there are some marks, but not as many as media.
     """
     draft = _own_marks_for_videos(draft)
-    tag = next((found[0] for turn in draft.turns if (found := TAG.search(turn.text)) and not draft.images), None)
-    if tag is not None:
-        raise BadSample(
-            Reason.MARKS, f"{tag:.80} in the text names an image: write <image> there, and list it in `images`"
-        )
+    tags = [] if draft.images else [tag for turn in draft.turns for tag in TAG.findall(turn.text)]
+    if tags:
+        raise BadSample(Reason.MARKS, f"{tags[0]:.80} is an image: write <image> there, and list it in `images`")
     missing = ""
     for mark, media in ((IMAGE_MARK, draft.images), (VIDEO_MARK, draft.videos), (AUDIO_MARK, draft.audios)):
         num_marks = count_marks(draft.turns, mark)

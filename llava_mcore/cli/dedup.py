@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """ScanResult, compare and report. DataError if data cannot be opened."""
+    """Scan, compare and report. DataError if data cannot be opened."""
     from rich.progress import Progress
 
     try:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_LIBRARIES) from error
 
     if args.exact and args.match != "sample":
-        raise DataError("--exact compares whole samples; leave out --match, or --exact")
+        raise DataError("--exact compares whole samples: omit --match or --exact")
     reference = Library(args.against or [], args.against_split)
     library = Library(args.data_path, args.split)
     # The evaluation set comes first, so that its samples are those that stay.

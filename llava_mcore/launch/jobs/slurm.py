@@ -43,8 +43,6 @@ RESOURCES = (
 )
 _UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Characters that sbatch interprets in a #SBATCH line: quotes, escapes, comments, the end of the line."""
-_UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Characters that sbatch interprets in a #SBATCH line: quotes, escapes, comments, the end of the line."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def _field(line: str, name: str) -> str | None:
 def batch_file(
     name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequence[str], *, on_gpus: bool, cpus: int
 ) -> str:
-    """Return the text of a batch file that runs `run.py arguments` on each node, from the folder it was submitted in.
+    """Return the text of a batch file that runs `train arguments` on each node, from the folder it was submitted in.
 
     Args:
         arguments: the command line without --submit.
@@ -188,7 +186,7 @@ def batch_file(
         further = shlex.split(launch.sbatch_options or "")
     except ValueError as error:
         raise ConfigError(f"--sbatch-options {launch.sbatch_options}: an unclosed quote") from error
-    # One task per node: run.py starts the ranks of its node. It is asked to save some time before the limit.
+    # One task per node: `train` starts the ranks of its node. SLURM asks it to save some time before the limit.
     output = launch.slurm_output_name or str(run_dir).replace("%", "%%") + "/slurm-%j.out"  # %j: the job's id
     options = [
         f"--job-name={name}",

@@ -30,7 +30,7 @@ _BUCKET_SIZE = 40_000_000
 
 def params_dtype(run: RunConfig) -> torch.dtype:
     """Return the dtype of weights and activations of a resolved run."""
-    assert run.training.precision is not None, "run.py resolves the precision"
+    assert run.training.precision is not None, "the launcher resolves the precision"
     return DTYPES[run.training.precision]
 
 

@@ -17,6 +17,11 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
             f"data.sample_multiple {data.sample_multiple} is not a multiple of {2 * cp} = 2 x --cp {cp}, the chunks "
             "that a sample is cut into: change it, or omit it"
         )
+    elif data.sample_multiple is not None and data.seq_length % data.sample_multiple:
+        yield (
+            f"--seq-length {data.seq_length} is not a multiple of data.sample_multiple {data.sample_multiple}, to "
+            "which a sample of nearly that length is rounded up: change one of them"
+        )
     if cp == 1:
         return
     flag = f"--cp {cp}"

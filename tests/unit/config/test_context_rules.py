@@ -56,6 +56,7 @@ def test_layouts_that_fit(good: list[str], changes: list[str], on_gpus: bool) ->
         ),
         (["data.seq_length=2050"], "--seq-length 2050 must be a multiple of 16 with --cp 2: change it"),
         (["data.sample_multiple=6"], "data.sample_multiple 6 is not a multiple of 4 = 2 x --cp 2"),
+        (["data.sample_multiple=48"], "--seq-length 2048 is not a multiple of data.sample_multiple 48"),
         ([f"{COMM_TYPE}=a2a+p2p", "parallel.cp_a2a_size=2"], "--cp 2 cannot be divided into groups of neighbors"),
         (
             [f"{CP}=4", f"{COMM_TYPE}=a2a+p2p"],

@@ -94,7 +94,7 @@ def check_gpu_ids(launch: LaunchConfig, gpu_count: int) -> list[str]:
 
 
 def _other_count(launch: LaunchConfig, cluster: ClusterNode) -> list[str]:
-    """Return that another number of machines was given than the scheduler has started."""
+    """Return a problem if --node differs from the number of machines that the scheduler started."""
     if launch.num_nodes in (None, 1) or cluster.count in (None, launch.num_nodes):
         return []
     return [f"--node {launch.num_nodes}: by {cluster.source}, this job has {cluster.count} machines: omit the flag"]

@@ -49,8 +49,8 @@ def _are_named(value: Any) -> bool:
 
 
 def _merged_items(old: list[Any], further: list[Any]) -> list[Any]:
-    """Return items of two lists; of those with one name and, if they are mounted, one place, the second completes the
-    first."""
+    """Return the items of two lists; items with the same name (and mount path) are merged, and the second one's fields
+    win."""
 
     def place(item: Mapping[str, Any]) -> tuple[Any, Any]:
         return item["name"], item.get("mountPath")

@@ -1,4 +1,4 @@
-"""SLURM: what it says about a job, and the batch file that submits one.
+"""SLURM: facts about the current job, and the batch file that submits one.
 
 Needs only the standard library and, for names and times, `scontrol`.
 """
@@ -201,7 +201,7 @@ def batch_file(
         *([] if _asks_for(further, _MEMORY) else ["--mem=0"]),
         *further,
     ]
-    # sbatch reads these lines with rules of its own, not the shell's.
+    # sbatch parses these lines by its own rules, not the shell's.
     errors = [
         f"{option!r}: {match[0]!r} is not allowed there; choose a name, a folder or an option without it"
         for option in options
@@ -216,7 +216,7 @@ def batch_file(
 
 
 def _asks_for(options: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether one of some options is given, as --name, --name=value or -c4."""
+    """Return whether any of these options is given, as --name, --name=value or -c4."""
     return any(text.split("=")[0] in names or (text[:2] in names and text[:2] != "--") for text in options)
 
 

@@ -147,7 +147,7 @@ class _ImagePlan(MediaPlan):
         """Return rows and columns of patches; a remainder at the lower and right edge is ignored."""
         height, width = part
         if self._size.shortest_edge:
-            shape = torch.empty(1, height, width, device="meta")  # of which only the shape is read
+            shape = torch.empty(1, height, width, device="meta")  # only its shape is read
             height, width = get_resize_output_image_size(shape, self._size)
         else:
             height, width = self._size.height, self._size.width

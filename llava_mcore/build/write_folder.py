@@ -169,7 +169,7 @@ def describe_for_older(folder: Path) -> None:
     """Add version 4's names of the language model's `rope_parameters` beside them, and write a README.
 
     transformers 4 reads only those, and without them takes its defaults, such as a base of 10,000 and no scaling,
-    without a word.
+    silently.
     """
     path = folder / CONFIG
     values = read_object(path, ConversionError)

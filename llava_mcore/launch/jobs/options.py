@@ -14,7 +14,7 @@ def read_options(file: Path | None, sections: Collection[str]) -> dict[str, dict
     """Return the sections of an options file; {} without one.
 
     Raises:
-        ConfigError: the file cannot be read, has other sections, or a section is no mapping.
+        ConfigError: the file cannot be read, has other sections, or a section is not a mapping.
     """
     content = {} if file is None else read_document(file) or {}
     if not isinstance(content, dict):

@@ -213,7 +213,7 @@ def _marks(tokenizer: PreTrainedTokenizerBase, image_token_id: int) -> tuple[str
     """Return an image's placeholder and what surrounds it, as Idefics2Processor finds them.
 
     Raises:
-        ConversionError: the tokenizer lacks the second, or the names would be spelt with spaces between them.
+        ConversionError: the tokenizer lacks the second, or the names would be tokenized with spaces between them.
     """
     named, image = tokenizer.special_tokens_map, str(tokenizer.convert_ids_to_tokens(image_token_id))
     if "image_token" in named and "image_boundary_token" not in named:

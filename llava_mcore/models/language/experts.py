@@ -81,7 +81,7 @@ class ExpertLayer(MoELayer):
         """Whether the layer always computes the same number of tokens (this rank has all experts) and draws no random
         numbers.
 
-        Adapters of experts are no parts of the layer, as a graph's parameters have to be.
+        Adapters of experts are not submodules of the layer, which a graph's parameters have to be.
         """
         parts = self.experts.linear_fc1, self.experts.linear_fc2
         chooses = not self.config.moe_router_force_load_balancing

@@ -180,7 +180,6 @@ def decoder_activations(model: Model, layout: RunLayout, work: Work, num_layers:
 def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     """Return the activations of a trained tower, and those of the connector."""
     t, tp = model.tower, 1 if layout.divides_images else layout.tp
-    share = layout.tower_ranks  # a part of the images, or of every layer
     connector = sum(
         2 * (x.inputs + x.outputs) * x.share * (work.positions if x.per == "position" else work.pictures)
         for x in model.connector.products
@@ -193,7 +192,7 @@ def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
         per_layer -= 2 * t.hidden + (t.padded_ffn - t.hidden) / tp
     layers = t.num_layers * (2 * t.hidden if layout.recompute_vision else per_layer)
     peak = per_layer if layout.recompute_vision else 0
-    return connector + work.positions / share * (layers + peak)
+    return connector + work.local_positions * (layers + peak)
 
 
 def output_layer(model: Model, layout: RunLayout, work: Work) -> float:

@@ -242,7 +242,8 @@ def _restoring(model: Model, layout: RunLayout, machine: Machine) -> float:
 def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tuple[Pass, Pass]:
     """Return both passes of tower and connector."""
     t, tp = model.tower, 1 if layout.divides_images else layout.tp
-    positions = work.positions / layout.tower_ranks
+    positions = work.local_positions
+    share = positions / max(1.0, work.positions)
     trained = layout.trains_tower
     flows = trained or layout.adapter.vision > 0
     fp8 = layout.fp8_vision
@@ -255,20 +256,20 @@ def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tup
     products += product(w, (2 if t.gated else 1) * f / tp) + product(f / tp, w)
     full = t.num_layers if t.full_layers is None else t.full_layers
     rest = t.num_layers - full
-    divided = tp * layout.tower_ranks
     length = work.pairs / max(1.0, work.positions)
     window = work.window_pairs / max(1.0, work.positions)
     computed = t.heads * (64 if t.head_dim <= 64 else 128)  # the kernels' heads have 64 or 128 columns
-    scores = machine.attention(4 * work.pairs * computed / divided, length) * full
-    scores += machine.attention(4 * work.window_pairs * computed / divided, max(16.0, window)) * rest
+    scores = machine.attention(4 * work.pairs * share * computed / tp, length) * full
+    scores += machine.attention(4 * work.window_pairs * share * computed / tp, max(16.0, window)) * rest
     moved = (
         machine.moved(positions * (24 * w + (12 * w + (6 if t.gated else 5) * f) / tp))
         * t.num_layers
         * machine.fit.tower_moved
     )
     messages = 2 * machine.collective(4 * positions * w, tp) * t.num_layers
-    # Features of the images of other ranks, once.
-    gathered = machine.collective(2 * work.positions * w, layout.tower_ranks) if layout.cp > 1 else 0.0
+    # Features of the images of other ranks, once; of their gradients context-parallel ranks have shares of a sum.
+    gathered = machine.collective(2 * work.positions * w, layout.tower_ranks)
+    summed = machine.collective(2 * work.positions * w, layout.cp) if layout.divides_images else 0.0
     embedding = machine.product(positions, t.patch_values, t.embedding / t.patch_values)
     connector = sum(
         machine.product((work.positions if x.per == "position" else work.pictures) * x.share, x.inputs, x.outputs / tp)
@@ -276,7 +277,7 @@ def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tup
     )
     forward = products * t.num_layers + scores + moved + messages + embedding + gathered
     accumulated = machine.moved(12 * t.parameters / tp) * trained
-    backward = (products * t.num_layers * (float(trained) + 1) + 2.5 * scores + 2 * moved + messages + gathered) * flows
+    backward = (products * t.num_layers * (float(trained) + 1) + 2.5 * scores + 2 * moved + messages + summed) * flows
     backward += embedding * trained + accumulated
     if layout.recompute_vision:
         backward += forward

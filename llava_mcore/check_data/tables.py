@@ -168,7 +168,7 @@ def _print_verdict(report: DataReport, console: Console) -> None:
     skipped = (
         f"{tally.num_left_out} of {counted(tally.num_seen, 'sample')} would be left out"
         if tally.num_left_out
-        else "all well"
+        else "no sample would be left out"
     )
     if report.has_pairs:
         _line(console, f"preference pairs: {skipped}; {NO_TRAINING_ON_PAIRS}", style="bold green")

@@ -10,7 +10,7 @@ from llava_mcore.plan.hardware.gpus import Gpu
 from llava_mcore.plan.search import TOWERS, Searched, changed
 
 _DIVIDED = "the processes of --tp divide its layers"
-_WHOLE = "each process of --tp has all of it, for a part of the images"
+_UNDIVIDED = "each process of --tp has all of it, for a part of the images"
 LEAST_GAIN = 0.01
 """Part of a step that whole towers must save: they take memory, and predictions cannot tell less."""
 _OTHERWISE = "--vision-data-parallel on or off decides otherwise"
@@ -34,22 +34,23 @@ def chosen_tower(searched: Searched, gpu: Gpu | None) -> ChosenTower:
         gpu: whose memory is a limit; None: not known.
     """
     run = searched.run
-    whole, divided = (changed(run, {TOWERS: x}) for x in ("on", "off"))
+    undivided, divided = (changed(run, {TOWERS: x}) for x in ("on", "off"))
     # What rules say of both is no reason.
-    refused_whole, refused_divided = (searched.problems(x) for x in (whole, divided))
-    if set(refused_whole) - set(refused_divided):
+    refused_undivided, refused_divided = (searched.problems(x) for x in (undivided, divided))
+    if set(refused_undivided) - set(refused_divided):
         return ChosenTower(divided, f"vision tower: {_DIVIDED}, as whole ones are refused")
-    if set(refused_divided) - set(refused_whole):
-        return ChosenTower(whole, f"vision tower: {_WHOLE}, since its widths cannot be divided")
-    if refused_whole:
+    if set(refused_divided) - set(refused_undivided):
+        return ChosenTower(undivided, f"vision tower: {_UNDIVIDED}, since its widths cannot be divided")
+    if refused_undivided:
         return ChosenTower(divided)
     one, two = searched.predict(whole), searched.predict(divided)
     if gpu is not None and two.memory <= gpu.usable < one.memory:
         needed = f"whole ones would need {one.memory:.1f} GiB of {gpu.usable:.1f}"
         return ChosenTower(divided, f"vision tower: {_DIVIDED}, as {needed} ({_OTHERWISE})")
-    is_whole = one.seconds < (1 - LEAST_GAIN) * two.seconds
-    this, other = (one, two) if is_whole else (two, one)
+    is_undivided = one.seconds < (1 - LEAST_GAIN) * two.seconds
+    this, other = (one, two) if is_undivided else (two, one)
     why = f"predicted for a {searched.gpu.name}: {this.seconds:.3f} s per iteration, otherwise {other.seconds:.3f}"
     return ChosenTower(
-        whole if is_whole else divided, f"vision tower: {_WHOLE if is_whole else _DIVIDED}; {why} ({_OTHERWISE})"
+        undivided if is_undivided else divided,
+        f"vision tower: {_UNDIVIDED if is_undivided else _DIVIDED}; {why} ({_OTHERWISE})",
     )

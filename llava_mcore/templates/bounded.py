@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import select
 import signal
 import warnings
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ MOST_MEMORY = 1 << 30
 """Bytes, in addition to those that the process already has."""
 MOST_SECONDS = 5
 """Seconds of CPU time."""
+LONGEST_WAIT = 120
+"""Seconds until the process is given up, which may also wait for a lock that another thread held when it was forked."""
 MOST_CHARS = 1_000_000
 """Characters of the text that the template renders from a few words."""
 TOO_MUCH_MEMORY, TOO_MANY_CHARS = 3, 4
@@ -57,7 +60,9 @@ def _look(template: str) -> str | None:
         child = os.fork()
     if child == 0:
         _render_and_leave(template)
-    _, status = os.waitpid(child, 0)
+    status = _status_within(child, LONGEST_WAIT)
+    if status is None:
+        return f"longer than {LONGEST_WAIT} s"
     if os.WIFSIGNALED(status):
         took_time = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
         return f"more than {MOST_SECONDS} s" if took_time else f"so much that it ends with signal {os.WTERMSIG(status)}"
@@ -65,6 +70,19 @@ def _look(template: str) -> str | None:
     if code == TOO_MUCH_MEMORY:
         return f"more than {MOST_MEMORY >> 30} GiB of memory"
     return f"more than {MOST_CHARS} characters" if code == TOO_MANY_CHARS else None
+
+
+def _status_within(child: int, seconds: float) -> int | None:
+    """Wait for a child process and return its status; None: it has not ended in time, and was killed."""
+    handle = os.pidfd_open(child)
+    try:
+        has_ended, _, _ = select.select([handle], [], [], seconds)
+        if not has_ended:
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        return status if has_ended else None
+    finally:
+        os.close(handle)
 
 
 def _render_and_leave(template: str) -> NoReturn:

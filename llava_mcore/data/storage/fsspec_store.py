@@ -33,9 +33,9 @@ PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 class FsspecStorageProvider(BaseStorageProvider):
     """Reads and writes files of any fsspec file system below a folder.
 
-    multi-storage-client retries reads and writes as the profile's `retry` says. It does not retry questions (what a file
-    is, what a folder holds), so this class does, as often as multi-storage-client's default says. The file system is
-    fsspec's own instance of the process and thread, so a forked process has its own connections.
+    multi-storage-client retries reads and writes as the profile's `retry` says. It does not retry questions (what is
+    this file, what does this folder hold), so this class does, as often as multi-storage-client's default says. The
+    file system is fsspec's own instance of the process and thread, so a forked process has its own connections.
     """
 
     def __init__(

@@ -80,7 +80,12 @@ TRIALS = [
     Trial("numbers/flipped-import-export", "N2", EXPORT, says=("iter_0000000",), arrange=_flipped_import),
     Trial("numbers/hard-link", "N3", CHECK, code=0, arrange=_linked(tarfile.LNKTYPE, "s0.jpg")),
     Trial(
-        "numbers/symbolic-link", "N3", CHECK, code=None, never=("all well",), arrange=_linked(tarfile.SYMTYPE, "/a.jpg")
+        "numbers/symbolic-link",
+        "N3",
+        CHECK,
+        code=None,
+        never=("no sample would be left out",),
+        arrange=_linked(tarfile.SYMTYPE, "/a.jpg"),
     ),
     _without_effect("--fp8-recipe delayed", "--fp8"),
     _without_effect("--fp8-format e4m3", "--fp8"),

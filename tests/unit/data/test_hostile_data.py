@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -409,6 +410,14 @@ def test_templates_that_take_too_much(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("llava_mcore.templates.bounded.MOST_SECONDS", seconds)
     with pytest.raises(ConfigError, match=reason):
         check_bounds(template, "somewhere")
+
+
+def test_a_template_whose_process_waits_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another thread had held a lock when the process was forked."""
+    monkeypatch.setattr("llava_mcore.templates.bounded.LONGEST_WAIT", 0.3)
+    monkeypatch.setattr("llava_mcore.templates.bounded._render_and_leave", lambda _: signal.pause())
+    with pytest.raises(ConfigError, match=r"longer than 0\.3 s"):
+        check_bounds("{{ 'a process that waits' }}", "somewhere")
 
 
 def test_a_folder_whose_template_takes_too_much(hf: Path, tmp_path: Path) -> None:

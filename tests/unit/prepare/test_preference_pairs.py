@@ -149,7 +149,9 @@ def test_prepared_checked_and_not_trained(
     flags = ["check", "--data-path", str(out), "--tokenizer-load-dir", str(hf), "--json", str(tmp_path / "r.json")]
     assert main([*flags, "--seq-length", "128"]) == 0
     told = capsys.readouterr().out
-    assert told.rstrip().endswith("preference pairs: all well; training on preference pairs is not supported yet")
+    assert told.rstrip().endswith(
+        "preference pairs: no sample would be left out; training on preference pairs is not supported yet"
+    )
     assert told.count("ASSISTANT") == 2, told
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["preference_pairs"] and not report["train"] and report["conversations"] == 4

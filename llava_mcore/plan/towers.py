@@ -43,7 +43,7 @@ def chosen_tower(searched: Searched, gpu: Gpu | None) -> ChosenTower:
         return ChosenTower(undivided, f"vision tower: {_UNDIVIDED}, since its widths cannot be divided")
     if refused_undivided:
         return ChosenTower(divided)
-    one, two = searched.predict(whole), searched.predict(divided)
+    one, two = searched.predict(undivided), searched.predict(divided)
     if gpu is not None and two.memory <= gpu.usable < one.memory:
         needed = f"whole ones would need {one.memory:.1f} GiB of {gpu.usable:.1f}"
         return ChosenTower(divided, f"vision tower: {_DIVIDED}, as {needed} ({_OTHERWISE})")

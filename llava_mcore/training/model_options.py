@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.compat.delta_rule import triton_without_gradients
 from llava_mcore.compat.triton import NO_COMPILER, can_build_kernels
-from llava_mcore.config.rules.adapter import restores_matrices
+from llava_mcore.config.rules.adapter import dequantizes_matrices
 from llava_mcore.config.rules.delta_nets import no_gradients
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
@@ -35,8 +35,8 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         cp_comm_type=run.parallel.cp_comm_type,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=groups.etp_size,
-        on_cpu=restores_matrices(run),
-        plain_linears=restores_matrices(run),
+        on_cpu=dequantizes_matrices(run),
+        plain_linears=dequantizes_matrices(run),
         stages=stages(run, groups, hf.text_config.num_hidden_layers),
         sequence_parallel=run.parallel.sequence_parallel,
         attention_backend=model.attention_backend,
@@ -47,8 +47,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         fp8=fp8_options(run),
         recompute=recompute_options(model, model.recompute),
         recompute_vision=recompute_options(model, model.recompute_vision),
-        # Context-parallel ranks have whole towers anyway, and would all compute the same.
-        vision_data_parallel=run.parallel.vision_data_parallel or (groups.cp_size > 1 and groups.tp_size == 1),
+        vision_data_parallel=run.parallel.divides_images,
         force_balance=run.router.force_balance,
     )
 
@@ -84,7 +83,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
     setting = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
     if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
         if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
-            raise ConfigError(f"{setting}: {hf.text_config.model_type} models have local layers only: omit that")
+            raise ConfigError(f"{setting}: {hf.text_config.model_type} models have local layers only: omit it")
         if run.parallel.cp_comm_type is not None:
             raise ConfigError(
                 f"--cp-comm-type {run.parallel.cp_comm_type}: {hf.text_config.model_type} models have windows or soft "
@@ -98,7 +97,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
             "--cuda-graphs needs Transformer Engine's layers: install transformer-engine, or omit the flag"
         )
     if chosen == "transformer_engine" and not usable:
-        raise ConfigError(f"{setting} needs GPUs and the package transformer-engine: install it, or omit that")
+        raise ConfigError(f"{setting} needs GPUs and the package transformer-engine: install it, or omit {setting}")
     if chosen == "transformer_engine" and not can_build_kernels():
         raise ConfigError(NO_COMPILER)
     return chosen
@@ -107,7 +106,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
 def stages(run: RunConfig, groups: Groups, num_layers: int) -> Stages:
     """Return how the language model's layers are split over pipeline stages."""
     parallel = run.parallel
-    assert parallel.balance == "none", "run.py resolves the balance"
+    assert parallel.balance == "none", "the launcher resolves the balance"
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     return Stages(
         first=parallel.num_layers_in_first_pipeline_stage,

@@ -26,7 +26,7 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
         return
     flag = f"--cp {cp}"
     uses_engine = device_available and run.model.transformer_impl != "local"
-    # How ranks exchange keys and values is Transformer Engine's.
+    # Transformer Engine decides how ranks exchange keys and values.
     comm_type = parallel.cp_comm_type
     if comm_type is not None and not uses_engine:
         yield "--cp-comm-type chooses how Transformer Engine's attention exchanges tokens, on GPUs: omit it"
@@ -34,7 +34,7 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
         yield from _check_levels(cp, parallel.cp_a2a_size)
     if uses_engine and run.training.precision == "fp32":
         yield (
-            f"{flag}: Transformer Engine's attention of divided tokens is for half precision: omit --precision fp32, "
+            f"{flag}: with divided tokens, Transformer Engine's attention needs half precision: omit --precision fp32, "
             "or add model.transformer_impl=local"
         )
     if uses_engine and run.model.attention_backend == "flash" and not data.packing:
@@ -75,7 +75,7 @@ def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterato
 def check_divided_tokens(dims: ModelDims, tp: int, cp: int, source: str) -> Iterator[str]:
     """Yield why `cp` processes cannot divide the tokens of a model, whose matrices `tp` processes divide.
 
-    Delta nets read tokens in order, so that their processes divide heads.
+    Delta nets read tokens in order, so processes divide their heads instead.
     """
     if cp == 1:
         return

@@ -120,7 +120,10 @@ def test_a_tied_embedding_is_not_trained_apart(tmp_path: Path) -> None:
         ({"model.freeze_vision_model": False}, "with an adapter the model is frozen"),
         ({"model.unfreeze": "*.bias"}, "name what to train in full with --lora-modules-to-save"),
         ({"checkpoint.init": True, "checkpoint.load": None}, "--init makes a random model"),
-        ({"adapter.quantize": "nf4", "training.fp8": True}, "--lora-quantize nf4 restores matrices in half precision"),
+        (
+            {"adapter.quantize": "nf4", "training.fp8": True},
+            "--lora-quantize nf4 dequantizes matrices to half precision",
+        ),
         (
             {"adapter.quantize": "fp8", "training.fp8": True, "training.fp8_recipe": "blockwise"},
             "--lora-quantize fp8 has one scale per matrix",
@@ -136,7 +139,7 @@ def test_a_tied_embedding_is_not_trained_apart(tmp_path: Path) -> None:
         ),
         ({"adapter.load": "/nowhere"}, "omit --lora-r"),
         ({"adapter.frozen": "/some/default"}, "several adapters are called default"),
-        ({"adapter.frozen": "/some/v1.0"}, "its name is the adapter's"),
+        ({"adapter.frozen": "/some/v1.0"}, "an adapter is named by its folder"),
         ({"adapter.frozen": "/some/other"}, "/some/other: no adapter_config.json"),
         ({"optimizer.vision_lr": 1e-3}, "optimizer.vision_lr has no effect on a part that is frozen"),
         ({"adapter.r": None, "adapter.alpha": 8}, "--lora-alpha has no effect without --lora-r"),

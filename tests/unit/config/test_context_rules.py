@@ -67,7 +67,7 @@ def test_layouts_that_fit(good: list[str], changes: list[str], on_gpus: bool) ->
             "--cp-comm-type a2a+p2p does not work with --cp-a2a-size 3: of --cp 4 processes, 2",
         ),
         ([LAYERS, f"{COMM_TYPE}=p2p"], "--cp-comm-type chooses how Transformer Engine's attention exchanges tokens"),
-        (["training.precision=fp32"], "Transformer Engine's attention of divided tokens is for half precision"),
+        (["training.precision=fp32"], "with divided tokens, Transformer Engine's attention needs half precision"),
         (
             ["data.packing=false", "model.attention_backend=flash"],
             "--cp 2: --flash-attn divides the tokens of packed samples only: add --packing",

@@ -82,6 +82,16 @@ def test_flags_that_would_do_nothing_here_are_refused() -> None:
     assert "--loss-scale has no effect without --precision fp16" in found
 
 
+@pytest.mark.parametrize(
+    ("has_gpus", "expected"), [(False, "--fp8 needs a GPU with FP8"), (True, "--fp8 needs half precision")]
+)
+def test_fp8_has_one_message(has_gpus: bool, expected: str) -> None:
+    """On a machine without GPUs, fp32 is the default and not a mistake."""
+    found = check_run(run_of("--fp8", "--precision", "fp32"), None, 1, has_gpus)
+    (message,) = [text for text in found if text.startswith("--fp8")]
+    assert message.startswith(expected)
+
+
 def test_token_ids(hf: Path) -> None:
     """Given ids replace those of the folder; one that contradicts it is refused."""
     usual = load_assets(hf)

@@ -133,7 +133,7 @@ def test_the_schedule_counts_samples_under_a_ramp() -> None:
     ("keys", "expected"),
     [
         (["training.train_samples=80", "training.train_iters=3"], "--train-iters and --train-samples both set"),
-        (["training.train_samples=7"], "--train-samples 7 are less than the first batch, 8"),
+        (["training.train_samples=7"], "--train-samples 7 is less than the first batch, 8"),
         (["training.train_iters=9", "training.rampup_batch_size=3,2,9"], "steps of 2 from 3 on do not reach"),
         (["training.train_iters=9", "training.rampup_batch_size=8,2,9"], "steps of 2 from 8 on do not reach"),
         (["training.train_iters=9", "optimizer.lr_decay_style=WSD"], "WSD needs the length of its decay"),

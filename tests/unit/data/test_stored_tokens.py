@@ -212,7 +212,7 @@ def edited(source: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) ->
 
 
 def test_tokens_of_another_text_are_not_used(assets: Assets) -> None:
-    """Neither those of a text that was corrected later, nor those of which nobody knows what they belong to."""
+    """Neither those of a text that was corrected later, nor those without a digest of their text."""
     turns = (Turn("user", "2 + 5?"), Turn("assistant", "3"))
     stored = to_json(assets.chat.text_tokens(turns, num_images=0), assets.chat.fingerprint, digest_of(turns))
     corrected = (turns[0], Turn("assistant", "7"))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llava_mcore.plan.layout import RunLayout
-from llava_mcore.plan.sizes.media import picture_work, sound_work
+from llava_mcore.plan.sizes.media import audio_work, image_work
 from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import PackWork, Sample, Work, causal, packs_of, padded
 
@@ -14,10 +14,10 @@ from llava_mcore.plan.work import PackWork, Sample, Work, causal, packs_of, padd
 def sample_work(model: Model, sample: Sample) -> Work:
     """Return the work of a conversation alone."""
     work = Work()
-    for width, height in sample.pictures:
-        work += picture_work(model, width, height)
+    for width, height in sample.image_sizes:
+        work += image_work(model, width, height)
     if sample.seconds is not None:
-        work += sound_work(model, sample.seconds)
+        work += audio_work(model, sample.seconds)
     tokens = sample.text + work.media_tokens
     return replace(work, tokens=tokens, trained=sample.trained, samples=1.0, causal_pairs=causal(tokens))
 

@@ -15,7 +15,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.plan import report
 from llava_mcore.plan.dataset import material_of
-from llava_mcore.plan.forecast import balanced
+from llava_mcore.plan.forecast import balanced, with_tower
 from llava_mcore.plan.hardware.calibration import read_calibration, write_calibration
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GPUS, gpu_named
@@ -23,6 +23,7 @@ from llava_mcore.plan.search import VARIED, Candidate, Searched, SearchResult, s
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.sizes.read_config import read_model
 from llava_mcore.plan.timeline import draw
+from llava_mcore.plan.towers import chosen_tower
 
 MOST_GPUS = 1 << 20
 
@@ -134,7 +135,7 @@ def _read(args: argparse.Namespace) -> tuple[Searched, str, Sequence[tuple[str, 
     model = replace(model, pixels=pixels)
     material = material_of(model, configured.data.path)
     if configured.parallel.balance == "auto" and configured.parallel.pipeline_model_parallel_size > 1:
-        configured = balanced(configured, world, hf_dir, gpu.devices[0])
+        configured = balanced(with_tower(configured, world, hf_dir, gpu.devices[0]).run, world, hf_dir, gpu.devices[0])
     fit, words = Efficiency(), material.words
     if args.calibration is not None:
         calibration = read_calibration(args.calibration, gpu)
@@ -163,6 +164,10 @@ def _world(gpus: object, run: RunConfig) -> int:
 
 def _candidate(searched: Searched, run: RunConfig) -> Candidate:
     """Return a configuration with its prediction. ConfigError if `train` would refuse it."""
+    if run.parallel.vision_data_parallel == "auto" and run.parallel.tensor_model_parallel_size > 1:
+        # As a run will choose, which knows the kind of GPU and no calibration.
+        of_run = replace(searched, run=run, machine=Machine(searched.gpu, Efficiency()))
+        run = chosen_tower(of_run, searched.gpu).run
     refused = searched.problems(run)
     if refused:
         raise ConfigError(problems("train would refuse this", refused))

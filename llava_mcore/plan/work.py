@@ -14,7 +14,8 @@ class Work:
 
     `computed`: tokens that the layers compute, padding included. `causal_pairs`: (query, key) pairs of the decoder's
     attention. `trained`: tokens whose loss counts. `positions`, `pairs`, `window_pairs`: of the tower, in a layer that
-    sees whole images and in one that sees windows. `num_items`: tiles, images or clips.
+    sees whole images and in one that sees windows; `local_positions`: those of the rank that has most, where ranks
+    divide the images. `num_items`: tiles, images or clips.
     """
 
     tokens: float = 0.0
@@ -24,6 +25,7 @@ class Work:
     samples: float = 0.0
     media_tokens: float = 0.0
     positions: float = 0.0
+    local_positions: float = 0.0
     pairs: float = 0.0
     window_pairs: float = 0.0
     num_items: float = 0.0

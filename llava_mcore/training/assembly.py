@@ -199,7 +199,7 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
         begin(f"verifying {checkpoint}")
         verify = not run.checkpoint.skip_verification
         if start.kind == "resume" and is_local(checkpoint):
-            replicates_tower = run.parallel.vision_data_parallel
+            replicates_tower = run.parallel.whole_towers
             problem = unusable_here(checkpoint, groups, verify=verify, vision_data_parallel=replicates_tower)
             messages = agree(groups, problem)
             if messages:

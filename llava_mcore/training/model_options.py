@@ -47,8 +47,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         fp8=fp8_options(run),
         recompute=recompute_options(model, model.recompute),
         recompute_vision=recompute_options(model, model.recompute_vision),
-        # Context-parallel ranks have whole towers anyway, and would all compute the same.
-        vision_data_parallel=run.parallel.vision_data_parallel or (groups.cp_size > 1 and groups.tp_size == 1),
+        vision_data_parallel=run.parallel.divides_images,
         force_balance=run.router.force_balance,
     )
 

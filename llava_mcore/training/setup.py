@@ -181,7 +181,7 @@ def _build_optimizer(
     chunks: Sequence[DataParallelModel],
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build the optimizer and schedule of the model's chunks; a collective call."""
-    divides = run.parallel.vision_data_parallel
+    divides = run.parallel.whole_towers
     matrices = find_matrices(models, hf, whole_towers=divides) if run.optimizer.name == "muon" else None
     optimizer = build_optimizer(run, chunks, matrices)
     for chunk in chunks:

@@ -131,7 +131,7 @@ def check_run(
     if dims is not None:
         parallel = run.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        divides = parallel.vision_data_parallel
+        divides = parallel.vision_data_parallel != "off"  # auto: the launcher divides what can be divided
         even_pp = 1 if has_uneven_stages(parallel) else pp
         errors += check_layout(dims, tp, even_pp, source, vision_data_parallel=divides)
         errors += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]

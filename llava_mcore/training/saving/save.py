@@ -224,7 +224,7 @@ class Saver:
                     local / run.name,
                     groups,
                     copy=copy,
-                    vision_data_parallel=run.parallel.vision_data_parallel,
+                    vision_data_parallel=run.parallel.whole_towers,
                 )
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
         return Pending(final, record, progress.iteration, write, num_bytes, copy, start, 0.0)

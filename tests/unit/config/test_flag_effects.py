@@ -22,6 +22,8 @@ from llava_mcore.training.diagnostics import describe
 from llava_mcore.training.optimization import optimizer
 from tests.helpers.tiny_hf import make_hf_llava
 
+DECAY_ALL = "optimizer.decay_norms_and_biases=true"
+
 
 def run_of(*flags: str) -> RunConfig:
     return parse_command_line(["--train-iters", "1", "--precision", "fp16", *flags], "run.py").load()
@@ -53,6 +55,12 @@ def test_optimizer(flags: tuple[str, ...], name: str, value: Any, monkeypatch: p
     chunk: Any = SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=False))
     optimizer.build_optimizer(run_of(*flags), [chunk])
     assert getattr(seen[0], name) == value
+
+
+def test_norms_and_biases_decay_only_if_asked() -> None:
+    settings: Any = SimpleNamespace(apply_wd_to_qk_layernorm=False, decoupled_lr=None)
+    usual, all_decay = (optimizer.overrides(run, settings) for run in (run_of(), run_of(DECAY_ALL)))
+    assert [override["wd_mult"] for override in usual.values()] == [0.0] and all_decay == {}
 
 
 @pytest.mark.parametrize(("flag", "backend"), [(None, "auto"), ("--fused-attn", "fused"), ("--flash-attn", "flash")])

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)
     chat = Chat(model, settings, frame_sampling_of(args), _say)
     for path in args.image:
-        chat.show_picture(str(path))
+        chat.add_image(str(path))
     _say(f"{args.hf_dir} on {model.model.device}; /help lists the commands\n")
     chat.run(_lines())
     return 0

@@ -186,13 +186,13 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"--out {args.out} cannot be written: {error}; {hint}") from error
     # The summary comes before the errors, so that an incomplete dataset is explained.
     show(console, results)
-    pictures = [path for result in results if result.counts.conversations for path in draw(result)]
+    images = [path for result in results if result.counts.conversations for path in draw(result)]
     failed = failures(results, args.max_skip_rate)
     if failed:
         raise DataError(problems("the data was not completed", failed))
     if options.counting is None:
         console.print("Tokens were not counted: give --tokenizer-load-dir for exact counts.")
-    for path in pictures:
+    for path in images:
         console.print(f"histogram: {path}", soft_wrap=True)
     packed = "" if args.pack_to is None else f" --packing --seq-length {args.pack_to}"
     packed += f" data.sample_multiple={args.sample_multiple}" if args.sample_multiple > 1 else ""

@@ -86,15 +86,15 @@ def processed_media(
     _refuse(architecture, "audio clips", audios, classes_that_take_audios())
     of_videos = processor.video_processor if architecture.takes_videos else None
     plan = architecture.media(hf, Processing(processor.tokenizer, processor.image_processor, {}, of_videos))
-    pictures = [plan.tokens(row) for row in sizes]
-    clips = _video_tokens(architecture, plan, [()] * len(pictures) if videos is None else videos)
+    images = [plan.tokens(row) for row in sizes]
+    clips = _video_tokens(architecture, plan, [()] * len(images) if videos is None else videos)
     row_shape = architecture.pixel_shape(hf)
-    pixels = plan.processed_pixels(inputs, pictures, row_shape) if any(pictures) else torch.empty(0, *row_shape)
+    pixels = plan.processed_pixels(inputs, images, row_shape) if any(images) else torch.empty(0, *row_shape)
     if any(clips):
         pixel_values = inputs["pixel_values_videos"]
         parts = [pixel_values] if pixel_values[0].ndim < pixels.ndim else pixel_values
         pixels = torch.cat([pixels, *parts])
-    return _placed(plan, inputs["input_ids"].numpy(), {"image": pictures, "video": clips}, pixels)
+    return _placed(plan, inputs["input_ids"].numpy(), {"image": images, "video": clips}, pixels)
 
 
 def _processed_audios(

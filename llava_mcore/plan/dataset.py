@@ -74,10 +74,10 @@ def _from_totals(model: Model, totals: Mapping[str, Any], path: Path) -> Materia
         due += per_sample
         count = int(due)
         due -= count
-        pictures = tuple((round(side), round(side / ASPECT)) for side in itertools.islice(next_side, count))
-        media = sample_work(model, Sample(0, 0, pictures, seconds)).tokens
+        image_sizes = tuple((round(side), round(side / ASPECT)) for side in itertools.islice(next_side, count))
+        media = sample_work(model, Sample(0, 0, image_sizes, seconds)).tokens
         text = max(16, round(length - media))
-        samples.append(Sample(text, max(1, round(TRAINED * text)), pictures, seconds))
+        samples.append(Sample(text, max(1, round(TRAINED * text)), image_sizes, seconds))
     tokens = "" if totals["tokens"]["number"] else ", whose tokens are not counted (prepare --tokenizer-load-dir)"
     words = f"{path}: {conversations:,} conversations, {per_sample:.2f} images each{tokens}"
     return Material(samples, f"{words}; assumed: {TRAINED:.0%} of the text is trained")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llava_mcore.plan.layout import RunLayout
-from llava_mcore.plan.sizes.media import picture_work, sound_work
+from llava_mcore.plan.sizes.media import audio_work, image_work
 from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import PackWork, Sample, Work, causal, packs_of, padded
 
@@ -15,10 +15,10 @@ from llava_mcore.plan.work import PackWork, Sample, Work, causal, packs_of, padd
 def sample_work(model: Model, sample: Sample) -> Work:
     """Return the work of a conversation alone."""
     work = Work()
-    for width, height in sample.pictures:
-        work += picture_work(model, width, height)
+    for width, height in sample.image_sizes:
+        work += image_work(model, width, height)
     if sample.seconds is not None:
-        work += sound_work(model, sample.seconds)
+        work += audio_work(model, sample.seconds)
     tokens = sample.text + work.media_tokens
     return replace(work, tokens=tokens, trained=sample.trained, samples=1.0, causal_pairs=causal(tokens))
 
@@ -68,9 +68,9 @@ def _micro_batches(model: Model, layout: RunLayout, samples: Sequence[Sample]) -
     """Yield the positions of each tile, image or clip of a micro-batch."""
     size, items, tokens, count = layout.micro_batch_size, [], 0.0, 0
     for sample in samples:
-        media = [picture_work(model, *x) for x in sample.pictures]
-        media += [] if sample.seconds is None else [sound_work(model, sample.seconds)]
-        items += [x.positions / x.pictures for x in media for _ in range(round(x.pictures))]
+        media = [image_work(model, *x) for x in sample.image_sizes]
+        media += [] if sample.seconds is None else [audio_work(model, sample.seconds)]
+        items += [x.positions / x.num_items for x in media for _ in range(round(x.num_items))]
         tokens, count = tokens + sample.text + sum(x.media_tokens for x in media), count + 1
         if tokens >= size * layout.seq_length if layout.packing else count == size:
             yield items

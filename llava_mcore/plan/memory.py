@@ -183,7 +183,7 @@ def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     """Return the activations of a trained tower, and those of the connector."""
     t, tp = model.tower, 1 if layout.divides_images else layout.tp
     connector = sum(
-        2 * (x.inputs + x.outputs) * x.share * (work.positions if x.per == "position" else work.pictures)
+        2 * (x.inputs + x.outputs) * x.share * (work.positions if x.per == "position" else work.num_items)
         for x in model.connector.products
     ) * (layout.trains_projection or layout.trains_tower or layout.adapter.is_on)
     if not (layout.trains_tower or layout.adapter.vision):

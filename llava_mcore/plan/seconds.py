@@ -252,7 +252,7 @@ def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tup
     summed = machine.collective(2 * work.positions * w, layout.cp) if layout.divides_images else 0.0
     embedding = machine.product(positions, t.patch_values, t.embedding / t.patch_values)
     connector = sum(
-        machine.product((work.positions if x.per == "position" else work.pictures) * x.share, x.inputs, x.outputs / tp)
+        machine.product((work.positions if x.per == "position" else work.num_items) * x.share, x.inputs, x.outputs / tp)
         for x in model.connector.products
     )
     forward = products * t.num_layers + scores + moved + messages + embedding + gathered

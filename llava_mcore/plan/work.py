@@ -15,7 +15,7 @@ class Work:
     `computed`: tokens that the layers compute, padding included. `causal_pairs`: (query, key) pairs of the decoder's
     attention. `trained`: tokens whose loss counts. `positions`, `pairs`, `window_pairs`: of the tower, in a layer that
     sees whole images and in one that sees windows; `local_positions`: those of the rank that has most, where ranks
-    divide the images. `pictures`: tiles, images or clips.
+    divide the images. `num_items`: tiles, images or clips.
     """
 
     tokens: float = 0.0
@@ -28,7 +28,7 @@ class Work:
     local_positions: float = 0.0
     pairs: float = 0.0
     window_pairs: float = 0.0
-    pictures: float = 0.0
+    num_items: float = 0.0
     pixel_bytes: float = 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -50,11 +50,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation. `text`: tokens beside those of media. `pictures`: widths and heights. `seconds`: of its audio."""
+    """A conversation. `text`: tokens of its text. `image_sizes`: widths and heights. `seconds`: length of its audio."""
 
     text: int
     trained: int
-    pictures: tuple[tuple[int, int], ...] = ()
+    image_sizes: tuple[tuple[int, int], ...] = ()
     seconds: float | None = None
 
 
@@ -68,8 +68,8 @@ def like_llava(sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> list[Sample]
     samples = []
     for index in range(NUM_SAMPLES):
         answer = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
-        pictures = (sizes[index % len(sizes)],) if draw.random() < 0.9 else ()
-        samples.append(Sample(text=34 + answer, trained=answer + 2, pictures=pictures))
+        image_sizes = (sizes[index % len(sizes)],) if draw.random() < 0.9 else ()
+        samples.append(Sample(text=34 + answer, trained=answer + 2, image_sizes=image_sizes))
     return samples
 
 

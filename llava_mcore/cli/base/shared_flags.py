@@ -72,9 +72,9 @@ def add_sample_flags(parser: argparse._ActionsContainer) -> None:
 
 def add_pixel_flags(parser: argparse._ActionsContainer) -> None:
     """Add the limits of the areas of resized images and frames."""
-    of_picture = "resized image, for Qwen-VL (default: the image processor's)"
+    of_image = "resized image, for Qwen-VL (default: the image processor's)"
     of_frame = "resized frame of a video, in Qwen3-VL of all its frames together (default: the video processor's)"
-    for prefix, unit in (("--", of_picture), ("--video-", of_frame)):
+    for prefix, unit in (("--", of_image), ("--video-", of_frame)):
         for end, limit in (("min-pixels", "minimum"), ("max-pixels", "maximum")):
             parser.add_argument(
                 f"{prefix}{end}", type=positive, metavar="N", help=f"{limit} width x height of a {unit}"

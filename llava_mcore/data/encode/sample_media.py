@@ -175,7 +175,7 @@ def stored_images(
     Args:
         names: the value of `key` in the sample's json.
         store: the store that the blend gives as `aux: {images: …}` with the dataset.
-        sample: the pictures' locations are added to its sources, for messages.
+        sample: the images' locations are added to its sources, for messages.
 
     Raises:
         DataError: there is no store, the names are not a list, a name is outside of the store, or an image is missing.

@@ -33,8 +33,8 @@ class Chat:
         """say: prints text as it is, without a line break."""
         self.model, self.settings, self.sampling, self.say = model, settings, sampling, say
         self._commands: dict[str, Callable[[str], None]] = {
-            "/image": self.show_picture,
-            "/video": self.show_video,
+            "/image": self.add_image,
+            "/video": self.add_video,
             "/audio": self.add_audio,
             "/clear": lambda _: self.clear(),
             "/help": lambda _: self.say(f"{HELP}\n"),
@@ -54,12 +54,12 @@ class Chat:
         self.new_videos: list[Video] = []
         self.new_audios: list[Audio] = []
 
-    def show_picture(self, name: str) -> None:
+    def add_image(self, name: str) -> None:
         """Add an image to the next question. DataError if it cannot be read or the model takes none."""
         self._require(IMAGE_MARK)
         self.new_images.append(read_image(Path(name).expanduser(), self.model.assets.limits))
 
-    def show_video(self, name: str) -> None:
+    def add_video(self, name: str) -> None:
         """Add a video to the next question. DataError if it cannot be read or the model takes none."""
         self._require(VIDEO_MARK)
         self.new_videos.append(read_video(Path(name).expanduser(), self.model.assets.limits, self.sampling))

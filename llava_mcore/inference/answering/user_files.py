@@ -93,7 +93,7 @@ def conversation_of_files(question: str, files: MediaFiles, limits: Limits, samp
         DataError: lists everything that cannot be used.
     """
     errors: list[str] = []
-    pictures = _read_all(files.images, lambda path: read_image(path, limits), errors)
+    images = _read_all(files.images, lambda path: read_image(path, limits), errors)
     clips = _read_all(files.videos, lambda path: read_video(path, limits, sampling), errors)
     audios = _read_all(files.audios, lambda path: read_audio(path, limits), errors)
     try:
@@ -102,7 +102,7 @@ def conversation_of_files(question: str, files: MediaFiles, limits: Limits, samp
         errors.append(str(error))
     if errors:
         raise DataError(errors[0] if len(errors) == 1 else problems("the question cannot be asked", errors))
-    return Conversation((turn,), tuple(pictures), videos=tuple(clips), audios=tuple(audios))
+    return Conversation((turn,), tuple(images), videos=tuple(clips), audios=tuple(audios))
 
 
 def _read_all[Media](paths: Sequence[Path], read: Callable[[Path], Media], errors: list[str]) -> list[Media]:

@@ -97,8 +97,8 @@ def examples(folder: Path) -> list[dict[str, Any]]:
 
 
 def _asked(message: dict[str, Any]) -> dict[str, Any]:
-    pictures = [_picture(Path(file)) for file in message["files"]]
-    return {"role": "user", "content": [*pictures, {"type": "text", "text": message["text"]}]}
+    images = [_image_part(Path(file)) for file in message["files"]]
+    return {"role": "user", "content": [*images, {"type": "text", "text": message["text"]}]}
 
 
 def answered(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,13 +124,13 @@ def _parts(entry: dict[str, Any]) -> list[dict[str, Any]]:
 def _message(entry: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of Gradio's history as the server takes it."""
     parts = [
-        _picture(Path(part["file"]["path"])) if part["type"] == "file" else {"type": "text", "text": part["text"]}
+        _image_part(Path(part["file"]["path"])) if part["type"] == "file" else {"type": "text", "text": part["text"]}
         for part in _parts(entry)
     ]
     return {"role": entry["role"], "content": parts}
 
 
-def _picture(file: Path) -> dict[str, Any]:
+def _image_part(file: Path) -> dict[str, Any]:
     kind = mimetypes.guess_type(file.name)[0] or "image/unknown"
     url = f"data:{kind if kind.startswith('image/') else 'image/unknown'};base64,"
     return {"type": "image_url", "image_url": {"url": url + base64.b64encode(file.read_bytes()).decode()}}

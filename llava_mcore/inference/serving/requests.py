@@ -202,7 +202,7 @@ def _question(role: str, parts: list[dict[str, Any]]) -> list[str]:
 def _part(part: dict[str, Any], model: ServedModel) -> list[str]:
     kind = part.get("type")
     if kind == "image_url":
-        return _picture(part.get(kind))
+        return _image_problems(part.get(kind))
     return _text(part.get("text"), model) if kind == "text" else [f"a part of type {kind!r}; allowed: text, image_url"]
 
 
@@ -226,7 +226,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _picture(value: Any) -> list[str]:
+def _image_problems(value: Any) -> list[str]:
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str):
         return [f'"image_url" must be {{"url": …}}, found {_kind(value)}']

@@ -1,7 +1,7 @@
 """The vision transformer for packed patches of images of any size (Idefics2, Qwen2-VL and what came after them).
 
 Patches of all images of a micro-batch are one sequence, in which attention keeps images (frames, windows) apart by
-their lengths: nothing is padded. Everything that depends on the pictures' sizes comes as tensors from the host.
+their lengths: nothing is padded. Everything that depends on the images' sizes comes as tensors from the host.
 
 n: patches, m: patches that the connector merges into a feature, h: hidden size, l: number of feature layers, f: numbers
 of a patch.

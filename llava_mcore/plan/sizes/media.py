@@ -17,7 +17,7 @@ MEL_RATE = 100
 
 
 @lru_cache(4096)
-def picture_work(model: Model, width: int, height: int) -> Work:
+def image_work(model: Model, width: int, height: int) -> Work:
     """Return the tokens and the tower's work of an image of this size in pixels."""
     if model.tower.merged > 1:
         return _patches(model, width, height)
@@ -27,14 +27,14 @@ def picture_work(model: Model, width: int, height: int) -> Work:
     return _of_tiles(model, tiles, tokens)
 
 
-def sound_work(model: Model, seconds: float) -> Work:
+def audio_work(model: Model, seconds: float) -> Work:
     """Return the tokens and the encoder's work of a clip."""
     positions = max(2, round(seconds * MEL_RATE / 2))
     return Work(
         media_tokens=positions // 2,
         positions=positions,
         pairs=float(positions**2),
-        pictures=1,
+        num_items=1,
         pixel_bytes=positions * model.tower.patch_values * 4,
     )
 
@@ -52,7 +52,7 @@ def _of_tiles(model: Model, tiles: int, tokens: int) -> Work:
         media_tokens=tokens,
         positions=tiles * n,
         pairs=float(tiles * n * n),
-        pictures=tiles,
+        num_items=tiles,
         pixel_bytes=tiles * 3 * model.tower.image_side**2,
     )
 
@@ -124,7 +124,7 @@ def _patches(model: Model, width: int, height: int) -> Work:
         positions=n,
         pairs=float(n * n),
         window_pairs=float(windows),
-        pictures=1,
+        num_items=1,
         pixel_bytes=n * tower.patch_values,
     )
 
@@ -143,6 +143,6 @@ def _idefics2(model: Model, width: int, height: int) -> Work:
         media_tokens=model.connector.latents,
         positions=n,
         pairs=float(n * n),
-        pictures=1,
+        num_items=1,
         pixel_bytes=n * model.tower.patch_values,
     )

@@ -144,6 +144,4 @@ class Answerer:
         asked = {x.position: x for x in self.data.questions.read(indices) if isinstance(x, Question)}
         media = {position: asked[position].conversation for position in positions if position in asked}
         first = {position: [*x.images, *x.frames][:1] for position, x in media.items()}
-        return [
-            Example(by_position[position], pictures[0] if pictures else None) for position, pictures in first.items()
-        ]
+        return [Example(by_position[position], images[0] if images else None) for position, images in first.items()]

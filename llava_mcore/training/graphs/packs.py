@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llava_mcore.models.vision.patches import PatchTransformer, TowerSeqParams, packed_arguments
 
-PICTURES = (8, 32)
+IMAGE_COUNTS = (8, 32)
 """Images of a pack that graphs of a tower have room for. More room costs time, as cuDNN plans for all of it, and more
 choices cost memory."""
 
@@ -87,9 +87,9 @@ class PatchPacks:
     def tensors(self, num_rows: int, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
         """Return angles, and where images and windows begin; angles and windows where there are any."""
         assert isinstance(packed, TowerSeqParams) and packed.cu_seqlens_q is not None
-        num_pictures = packed.cu_seqlens_q.shape[0] - 1
+        num_images = packed.cu_seqlens_q.shape[0] - 1
         tensors = [] if angles is None else [angles]
-        tensors.append(padded_bounds(packed.cu_seqlens_q, next((x for x in PICTURES if x >= num_pictures), 1)))
+        tensors.append(padded_bounds(packed.cu_seqlens_q, next((x for x in IMAGE_COUNTS if x >= num_images), 1)))
         if packed.windows is not None:
             assert packed.windows.cu_seqlens_q is not None
             tensors.append(padded_bounds(packed.windows.cu_seqlens_q, self._most_windows(num_rows)))
@@ -121,7 +121,7 @@ class PatchPacks:
             yield (indices * self._window).clamp(max=size)
 
     def _most_windows(self, size: int) -> int:
-        """Return how many windows there is room for: twice as many as of full ones, for those at pictures' edges."""
+        """Return how many windows have room: twice the number of full ones, for smaller ones at the edges of images."""
         return 2 * size // self._window
 
     def describe(self, sample: Sample) -> str:

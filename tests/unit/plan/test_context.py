@@ -24,7 +24,7 @@ from tests.unit.plan.test_predict import DECODER, H200, MODEL, layout, predicted
 
 CP, TP = "parallel.context_parallel_size", "parallel.tensor_model_parallel_size"
 FLAGS: dict[str, Any] = {"training.micro_batch_size": 1, "data.seq_length": 65536}
-LONG = [Sample(60000, 30000, pictures=((640, 480),) * 4)]
+LONG = [Sample(60000, 30000, image_sizes=((640, 480),) * 4)]
 
 
 def test_a_rank_has_its_part_of_the_tokens_and_all_media() -> None:

@@ -92,7 +92,7 @@ def _declared() -> Iterator[KeyFlag]:
 
 
 def _listed(flags: Iterable[KeyFlag]) -> tuple[KeyFlag, ...]:
-    """Return a group's flags in the order of the schema, but for those with `after`."""
+    """Return a group's flags in the order of the schema, except those with `after`."""
     listed: list[KeyFlag] = []
     moved: list[list[KeyFlag]] = []
     section, target = "", listed

@@ -36,8 +36,8 @@ def completed(run: RunConfig, world_size: int, gpu_count: int) -> ChosenTower:
 
 
 def memory_warning(run: RunConfig, world_size: int, gpu_count: int) -> str | None:
-    """Return that a run will not fit into this machine's GPUs, with the nearest layout that would; None if it may fit,
-    or where nothing is known."""
+    """Return a warning if a run will not fit into this machine's GPUs, with the closest layout that would; None if it
+    may fit, or if the GPUs are not known."""
     device = device_name() if gpu_count else None
     if device is None:
         return None

@@ -38,7 +38,7 @@ def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
         config: a configuration, its sections and keys as in a configuration file, or such a file (YAML or JSON).
 
     Returns:
-        0 at the end of the run, also if it had ended before, 75 if it was asked to stop early, 128 + n if signal n
+        0 at the end of the run, also if it was already complete, 75 if it was asked to stop early, 128 + n if signal n
         ended it, else an error's code.
 
     Raises:
@@ -57,8 +57,8 @@ def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
 class Launch:
     """A checked run and this machine's part of it: `command` starts the workers, which read `config_file`.
 
-    completion: that all iterations are done already; else None. tower: a line about the vision tower, if its division
-    was chosen here.
+    completion: a message if all iterations are already done; else None. tower: a line about the vision tower, if its
+    division was chosen here.
     """
 
     run: RunConfig
@@ -174,7 +174,7 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
     with RunLock(run, launch.nodes).hold():
         with naming(launch.config_file):
             save_run_config(run, launch.config_file)
-        # What a user wants to know before the first iteration.
+        # Information for the user before the first iteration.
         for notice in notices:
             print(notice, flush=True)
         print(launch.layout, flush=True)

@@ -1,4 +1,4 @@
-"""The search over layouts: every one that run.py's rules accept, predicted; and why the others are left out."""
+"""The search over layouts: predictions for all that the rules of `train` accept, and why others are left out."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Searched:
         return predict(self.model, layout, self.packs_of(layout), self.machine)
 
     def problems(self, run: RunConfig) -> list[str]:
-        """Return why run.py would refuse it on these GPUs, except what a plan does not need: folders and a length."""
+        """Return why `train` would refuse it on these GPUs, except what a plan does not need: folders and a length."""
         training = run.training
         length = {} if training.train_samples or training.train_epochs else {"train_iters": training.train_iters or 1}
         checkpoint = run.checkpoint.model_copy(

@@ -59,11 +59,11 @@ class Sample:
 
 
 NUM_SAMPLES = 400
-"""Samples that stand for a dataset: enough for means within one per cent, and few enough for a plan in a second."""
+"""Samples that stand for a dataset: enough for means within one percent, and few enough for a plan in a second."""
 
 
 def like_llava(sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> list[Sample]:
-    """Return samples like those of LLaVA's mix: nine of ten have an image, and answers are short but for a few."""
+    """Return samples like those of LLaVA's mix: nine of ten have an image, and all but a few answers are short."""
     draw = random.Random(0)
     samples = []
     for index in range(NUM_SAMPLES):

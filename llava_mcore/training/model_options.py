@@ -106,7 +106,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
 def stages(run: RunConfig, groups: Groups, num_layers: int) -> Stages:
     """Return how the language model's layers are split over pipeline stages."""
     parallel = run.parallel
-    assert parallel.balance == "none", "run.py resolves the balance"
+    assert parallel.balance == "none", "the launcher resolves the balance"
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     return Stages(
         first=parallel.num_layers_in_first_pipeline_stage,

@@ -124,6 +124,10 @@ def check_run(
         errors.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: omit them")
     if run.training.fp8 and not device_available:
         errors.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: omit the flag")
+    elif run.training.fp8 and run.training.precision == "fp32":  # without GPUs fp32 is the default
+        errors.append("--fp8 needs half precision: omit --precision fp32")
+    if run.training.fp8 and run.model.transformer_impl == "local":
+        errors.append("--fp8 needs Transformer Engine's layers: omit model.transformer_impl local")
     if dims is not None:
         parallel = run.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -223,8 +227,6 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         )
     # FP8.
     training = run.training
-    if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
-        yield "--fp8 needs Transformer Engine and half precision: omit --precision fp32 and local layers"
     if training.fp8 and training.fp8_vision and not model.cuda_graphs_vision:
         yield (
             "--fp8-vision needs --cuda-graphs-vision, which pads packs of patches to sizes that FP8 can multiply; "

@@ -184,7 +184,7 @@ def _take_overrides(typed: dict[str, Any]) -> list[str]:
     fields = dict(config_fields())
     for flag in (flag for flag in ALL_FLAGS if flag.alone is not None and typed[flag.key] is not None):
         # argparse takes the next word for the value, which may be an override or a file.
-        if typed[flag.key] not in _choices(fields[flag.key]):
+        if typed[flag.key] not in get_args(fields[flag.key].annotation):
             overrides.append(typed[flag.key])
             typed[flag.key] = flag.alone
     for flag in (flag for flag in ALL_FLAGS if flag.many and typed[flag.key] is not None):
@@ -269,11 +269,6 @@ def _argument(flag: KeyFlag, info: FieldInfo) -> dict[str, Any]:
     if flag.alone is not None:
         several = {"nargs": "?", "const": flag.alone}
     return {"metavar": _metavar(info.annotation), "help": help_text, **several}
-
-
-def _choices(info: FieldInfo) -> tuple[str, ...]:
-    """Return the words of a field that is a choice."""
-    return get_args(info.annotation)
 
 
 def _metavar(annotation: Any) -> str:

@@ -33,7 +33,8 @@ Layout = tuple[int, int, int]
 MULTIPLE, SAMPLE_MULTIPLE = 32, 8
 """Lengths of packs and of samples that every layout can divide: 8 * tp * cp and 2 * cp for four ranks."""
 ROUNDED = {"multiple": MULTIPLE, "sample_multiple": SAMPLE_MULTIPLE}
-PACKED, PADDED, DIVIDED = "packed", "padded", "packed, images divided"
+PACKED, PADDED, DIVIDED, REPEATED = "packed", "padded", "packed, images divided", "packed, all images on each rank"
+TOWERS = {DIVIDED: "on", REPEATED: "off"}
 
 
 def configure(layout: Layout, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
@@ -64,7 +65,7 @@ def gradients(
     for name, case in cases.items():
         flags = {"training.global_batch_size": 3, **case.get("flags", {})}
         for kind in kinds:
-            more = {"parallel.vision_data_parallel": True} if kind == DIVIDED else {}
+            more = {"parallel.vision_data_parallel": TOWERS[kind]} if kind in TOWERS else {}
             run = configure(layout, case["checkpoint"], save_dir, **flags, **more)
             found[name, kind] = step_gradients(groups, run, case, packed=kind != PADDED, **ROUNDED)
     return found

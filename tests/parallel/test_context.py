@@ -15,7 +15,7 @@ from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.helpers.world import run_world
 from tests.parallel import context_checks
-from tests.parallel.context_checks import DIVIDED, PACKED, PADDED, Layout
+from tests.parallel.context_checks import DIVIDED, PACKED, PADDED, REPEATED, Layout
 from tests.parallel.test_experts import few_samples
 from tests.parallel.tiny_models import CLASSES as EVERY_CLASS
 from tests.parallel.tiny_models import OF_PICTURES, OF_QWEN, Cases, TinyModel, assert_same_gradients, make_cases
@@ -54,10 +54,10 @@ def whole(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 def test_losses_and_gradients_are_those_of_one_rank(
     cases: Cases, whole: dict[str, Any], tmp_path: Path, layout: Layout
 ) -> None:
-    # Without tensor parallelism ranks divide images by themselves. A pipeline's micro-batches have as many rows, so
-    # they are packed.
+    # Without tensor parallelism ranks divide images by themselves, unless the run says no (in the pipeline's world). A
+    # pipeline's micro-batches have as many rows, so they are packed.
     cases = {name: case for name, case in cases.items() if layout != (1, 4, 1) or name in OF_FOUR_RANKS}
-    kinds = (PACKED, *((PADDED,) if layout[2] == 1 else ()), *((DIVIDED,) if layout[0] > 1 else ()))
+    kinds = (PACKED, PADDED, *((DIVIDED,) if layout[0] > 1 else ())) if layout[2] == 1 else (REPEATED,)
     arguments = {"layout": layout, "cases": cases, "save_dir": str(tmp_path), "kinds": kinds}
     ranks = run_world(RANKS[layout], context_checks.gradients, **arguments)
     if layout == (1, 4, 1):  # with groups of two neighbors

@@ -11,6 +11,7 @@ from benchmarks.peers.meter import Meter
 from benchmarks.peers.tokens import PAD_ID
 from benchmarks.peers.versions import versions
 
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PACKAGES = ("nemo-automodel", "torch", "transformers", "liger-kernel", "torchao", "torchdata", "flash-attn")
 
 
@@ -28,7 +29,17 @@ def main() -> None:
     measure(FinetuneRecipeForVLM, Meter(stack), stack, config.get("packed_sequence.pack_size"))
     recipe = FinetuneRecipeForVLM(config)
     recipe.setup()
+    keep_bounds_from_tower(recipe.model_parts[0].model.visual)
     recipe.run_train_validation_loop()
+
+
+def keep_bounds_from_tower(tower: torch.nn.Module) -> None:
+    """Drop the bounds of conversations from what the tower gets: transformers' class passes them on, beside its own."""
+
+    def without(module: torch.nn.Module, args: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {name: value for name, value in more.items() if name not in BOUNDS}
+
+    tower.register_forward_pre_hook(without, with_kwargs=True, prepend=True)
 
 
 def measure(recipe: Any, meter: Meter, stack: dict[str, Any], seq_length: int) -> None:

@@ -194,14 +194,16 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
     """Return the parser. Values stay strings: the schema converts and checks them together."""
     parser = _Parser(
         prog=prog,
+        # argparse would list all flags again, which fills the first screen.
+        usage="%(prog)s [FLAG …] [key.sub=value …]",
         description=description,
         epilog="Each value is taken from a flag, else from key.sub=value, else from the file, else its default.",
         allow_abbrev=False,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="Set any configuration key.")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="Read this YAML or JSON file first.")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="Set a configuration key: docs/flags.md.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML or JSON file to read first.")
     if dry_run:
-        parser.add_argument("--dry-run", action="store_true", help="Print configuration and command; start nothing.")
+        parser.add_argument("--dry-run", action="store_true", help="Print configuration and command, start nothing.")
         submit = "Write SAVE_DIR/NAME/train.sbatch and submit it to SLURM; with --k8s or --vertex, submit that job."
         parser.add_argument("--submit", action="store_true", help=submit)
     parser.set_defaults(dry_run=False, submit=False)
@@ -220,13 +222,13 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
 
 
 def default_text(key: str) -> str:
-    """Return the default of a key as text for the help and the documentation."""
+    """Return the default of a key as text for the help and the documentation; empty if there is none."""
     by_stage = [f"{values[key]:g} in stage {stage}" for stage, values in STAGE_DEFAULTS.items() if key in values]
     if by_stage:
         return ", ".join(by_stage)
     default = dict(config_fields())[key].default
     if default is None:
-        return "not given"
+        return ""
     if isinstance(default, tuple | list):
         return ", ".join(map(str, default)) or "none"
     return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
@@ -250,7 +252,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _argument(flag: KeyFlag, info: FieldInfo) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` for one flag."""
-    help_text = f"{info.description} (default: {default_text(flag.key)}; key: {flag.key})".replace("%", "%%")
+    default = default_text(flag.key)
+    note = f"default: {default}; key: {flag.key}" if default else f"key: {flag.key}"
+    help_text = f"{info.description} ({note})".replace("%", "%%")
     if flag.value is not None:
         return {"action": "store_const", "const": flag.value, "help": f"Choose {flag.value}. {help_text}"}
     if info.annotation is bool:

@@ -70,54 +70,54 @@ class ParallelConfig(Section):
     flag_group = "parallel"
 
     tensor_model_parallel_size: Annotated[Parts, Flag("--tp")] = 1
-    """Processes that share every layer (tensor parallelism)."""
+    """Tensor parallelism: processes that share every layer."""
     pipeline_model_parallel_size: Annotated[Parts, Flag("--pp")] = 1
-    """Pipeline stages that the layers are divided into."""
+    """Pipeline parallelism: stages that the layers are divided into."""
     context_parallel_size: Annotated[Parts, Flag("--cp")] = 1
-    """Processes that divide the tokens of every sample, for long ones (context parallelism)."""
+    """Context parallelism: processes that divide the tokens of every sample, for long samples."""
     cp_comm_type: Annotated[CpCommType | None, Flag("--cp-comm-type"), _CONTEXT] = None
     """With context parallelism on GPUs, how attention reaches the tokens of the other processes: keys and values go
-    around (p2p), heads are exchanged for tokens (a2a), all keys and values are gathered (all_gather), or neighbors
-    exchange heads and groups of them pass keys and values around (a2a+p2p). Not given: p2p, which works with any number
-    of heads."""
+    around a ring (p2p), heads are exchanged for tokens (a2a), all keys and values are gathered (all_gather), or
+    neighbors exchange heads and groups of them pass keys and values around (a2a+p2p). Default: p2p, which works with
+    any number of heads."""
     cp_a2a_size: Annotated[Parts | None, Flag("--cp-a2a-size"), _HIERARCHICAL] = None
-    """With --cp-comm-type a2a+p2p, neighbors that exchange heads for tokens, such as those of a node. The groups of
-    them, --cp / this many, pass keys and values around."""
+    """With --cp-comm-type a2a+p2p, size of the groups that exchange heads for tokens, such as the GPUs of a node. These
+    groups pass keys and values around."""
     num_layers_in_first_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
-    """Decoder layers of the first pipeline stage, which also has the vision tower. Not given: like the others."""
+    """Decoder layers of the first pipeline stage, which also has the vision tower. Default: like the others."""
     num_layers_in_last_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
-    """Decoder layers of the last pipeline stage, which also has the output layer. Not given: like the others."""
+    """Decoder layers of the last pipeline stage, which also has the output layer. Default: like the others."""
     num_layers_per_virtual_pipeline_stage: Annotated[Parts | None, _PIPELINE] = None
-    """Interleave the pipeline: divide each stage into chunks of this many layers; smaller bubbles, more messages. Not
-    given: one chunk per stage."""
+    """Interleave the pipeline: divide each stage into chunks of this many layers; less idle time, more messages.
+    Default: one chunk per stage."""
     balance: Annotated[Literal["none", "auto"], _PIPELINE] = "none"
-    """Divide the layers so that all stages take equally long by the prediction of `plan` (auto): the vision tower's
-    stage gets fewer. none: equal stages, or those of num_layers_in_first_pipeline_stage and …_last_…."""
+    """auto: divide the layers so that all stages should take equally long, as `plan` predicts; the vision tower's stage
+    gets fewer. none: equal stages, or as set by num_layers_in_first_pipeline_stage and …_last_…."""
     sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
-    """With tensor parallelism, also divide the tokens where layers are not divided: less activation memory."""
+    """With tensor parallelism, also divide the tokens between the divided parts of a layer: less activation memory."""
     vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR_OR_CONTEXT] = False
     """With tensor or context parallelism, give every rank the whole vision tower (or audio encoder) and a part of the
     images, in place of a part of the tower. Its widths then need not be divisible by --tp."""
     expert_model_parallel_size: Annotated[Parts, Flag("--ep")] = 1
-    """In a model with mixtures of experts, processes that divide the experts of a layer (expert parallelism). They are
-    some of a stage's tensor- and data-parallel processes."""
+    """Expert parallelism, for mixtures of experts: processes that divide the experts of a layer. They are taken from a
+    stage's tensor- and data-parallel processes."""
     expert_tensor_parallel_size: Annotated[Parts, Flag("--etp")] = 1
-    """In a model with mixtures of experts, processes that divide each expert. Not the tensor-parallel size: experts are
-    small, and whole ones are faster."""
+    """Processes that divide each expert. It is independent of --tp, because experts are small, and whole ones are
+    faster."""
     use_distributed_optimizer: Annotated[bool, Flag("--dist-optim")] = False
-    """Divide the optimizer's state over the data-parallel ranks."""
+    """Distributed optimizer: divide the optimizer state over the data-parallel ranks."""
     fsdp: Annotated[Literal["none", "optim", "optim_grads", "optim_grads_params"], Flag("--fsdp")] = "none"
-    """Fully sharded data parallelism: divide over model replicas the optimizer's state, as --dist-optim does (optim),
-    the gradients too (optim_grads), and the weights (optim_grads_params)."""
+    """Fully sharded data parallelism: divide the optimizer state over model replicas, as --dist-optim does (optim), the
+    gradients too (optim_grads), or also the weights (optim_grads_params)."""
     hsdp_replicas: Annotated[Parts, Flag("--hsdp"), Needs("parallel.fsdp", other_than="none", words="--fsdp")] = 1
-    """With --fsdp, groups of model replicas that each hold all shards: weights are gathered within a group, gradients
-    are added up between groups too."""
+    """With --fsdp, number of groups of model replicas that each hold all shards: weights are gathered within a group,
+    gradients are also summed between groups."""
     overlap_grad_reduce: bool = True
     """On GPUs, reduce gradients over the data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = True
     """On GPUs with the distributed optimizer, gather updated weights while the next forward pass already runs."""
     backend: Annotated[Literal["nccl", "gloo"] | None, Flag("--backend")] = None
-    """Communication backend; not given: nccl with GPUs, gloo without."""
+    """Communication backend. Default: nccl with GPUs, gloo without."""
 
     @property
     def replica_size(self) -> int:

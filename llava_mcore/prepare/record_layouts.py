@@ -12,17 +12,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llava_mcore.data.encode.marks import as_text
-from llava_mcore.data.encode.messages import as_records, check_order, complete, decoded, tools_of
+from llava_mcore.data.encode.messages import as_records, check_order, complete
 from llava_mcore.data.encode.record_keys import (
     INPUT_KEY,
     OBJECTS_KEY,
     PAIR,
+    REJECTED_IMAGES,
+    REJECTED_KEYS,
     ROW,
     TURN_LISTS,
+    decoded,
     full_value,
     is_full,
     majority,
 )
+from llava_mcore.data.encode.tools import tools_of
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.prepare.record_parts import RowMedia, listed_media, refuse_marks
 from llava_mcore.prepare.record_turns import ListedTurns, from_pairs, from_turns, text_of
@@ -93,7 +97,7 @@ class Keys:
         """Return every field that is read or checked."""
         media = (*self.images, *self.videos, *self.audios)
         texts = (*TURN_LISTS, *ROW_LAYOUTS, *PAIR, INPUT_KEY, OBJECTS_KEY, *self.questions, *self.answers)
-        texts = (*texts, "text") if self.pairs else texts
+        texts = (*texts, "text", *REJECTED_KEYS, REJECTED_IMAGES) if self.pairs else texts
         return frozenset((*texts, *media)) | ROW.honored | ROW.refused.keys()
 
 

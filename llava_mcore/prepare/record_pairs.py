@@ -1,7 +1,9 @@
-"""Rows with a chosen and a rejected answer to one question, in the layouts of TRL, LLaMA-Factory and RLHF-V.
+"""Rows with a chosen and a rejected answer to one question, in the layouts that other programs read.
 
 TRL: `prompt`, `chosen` and `rejected` as texts or lists of messages; or whole conversations as `chosen` and `rejected`.
 LLaMA-Factory: `conversations` (or `instruction`), then one turn (or a text) as `chosen` and as `rejected`.
+Megatron-SWIFT: `messages` (or `query` and `response`) with the chosen answer, then `rejected_response`, which is a text
+or messages, or a whole conversation as `rejected_messages`.
 RLHF-V: `text` is JSON of `question`, `chosen` and `rejected`; RLAIF-V has them as fields.
 """
 
@@ -12,8 +14,17 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from llava_mcore.data.encode.messages import decoded, role_of
-from llava_mcore.data.encode.record_keys import CHOSEN, PAIR, REJECTED, TURN_LISTS, is_full
+from llava_mcore.data.encode.messages import role_of
+from llava_mcore.data.encode.record_keys import (
+    CHOSEN,
+    PAIR,
+    REJECTED,
+    REJECTED_IMAGES,
+    REJECTED_KEYS,
+    TURN_LISTS,
+    decoded,
+    is_full,
+)
 from llava_mcore.data.samples import Turn
 from llava_mcore.prepare.record_layouts import CONTINUED, PAIRS, Keys, parse
 from llava_mcore.prepare.row_types import BadSample, Draft, Reason
@@ -44,7 +55,9 @@ def parse_pair(
     Raises:
         BadSample: the row is not a pair, or one that cannot be used.
     """
-    row = _flat(row)
+    row = _with_pair(_flat(row))
+    if is_full(row.get(REJECTED_IMAGES)):
+        raise BadSample(Reason.DIFFERENT, f"`{REJECTED_IMAGES}`: the images of the two answers must be the same")
     missing = [f"`{key}`" for key in PAIR if not is_full(row.get(key))]
     if missing:
         raise BadSample(Reason.NO_ANSWER, f"--preference-pairs, but there is no {' and no '.join(missing)}")
@@ -82,6 +95,23 @@ def _flat(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(nested, Mapping) or not any(key in nested for key in PAIR):
         return row
     return {**{key: value for key, value in row.items() if key != NESTED}, **nested}
+
+
+def _with_pair(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row whose chosen answer is its own one, and the other beside it, with a field for each."""
+    full = [key for key in REJECTED_KEYS if is_full(row.get(key))]
+    if len(full) != 1 or any(is_full(row.get(key)) for key in PAIR):
+        return row
+    rest = {key: value for key, value in row.items() if key not in REJECTED_KEYS}
+    rejected = row[full[0]]
+    turns = next((key for key in TURN_LISTS if _messages(rest.get(key)) is not None), None)
+    if turns is not None:
+        chosen = _messages(rest.pop(turns)) or []
+        last = _messages(rejected) or [{"role": "assistant", "content": rejected}]
+        is_whole = role_of(_role_name(last[0])) in BEGINNING
+        return {**rest, CHOSEN: chosen, REJECTED: last if is_whole else [*chosen[:-1], *last]}
+    answer = next((key for _, keys in PAIRS for key in keys if is_full(rest.get(key))), None)
+    return row if answer is None else {**rest, CHOSEN: rest.pop(answer), REJECTED: rejected}
 
 
 def _with_answer(row: Mapping[str, Any], answer: Any, keys: Keys) -> dict[str, Any]:

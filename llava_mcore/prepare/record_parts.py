@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llava_mcore.data.encode.marks import NAMES, TYPES, count_marks, escape
-from llava_mcore.data.encode.messages import as_records, decoded
-from llava_mcore.data.encode.record_keys import IMAGE_OPTIONS, PART, VIDEO_OPTIONS, full_value, is_full
+from llava_mcore.data.encode.messages import as_records
+from llava_mcore.data.encode.record_keys import IMAGE_OPTIONS, PART, VIDEO_OPTIONS, decoded, full_value, is_full
 from llava_mcore.data.encode.sample_media import FRAMES_KEY
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
 from llava_mcore.errors import with_article
@@ -30,6 +31,8 @@ PART_KEYS = {
 """Keys of a typed part that may refer to its image, video or audio clip."""
 OPTIONS = {IMAGE_MARK: IMAGE_OPTIONS, VIDEO_MARK: VIDEO_OPTIONS}
 """Keys of a typed part that say how its image or video is read."""
+TAG = re.compile(r"<img>[^<>\n]+\.(?:jpe?g|png|webp|bmp|gif)</img>", re.IGNORECASE)
+"""An image as the first Qwen-VL's data name it in a text."""
 ASKING = ("user", "tool")
 """Roles in whose text marks stand for media."""
 
@@ -91,7 +94,12 @@ class RowMedia:
         elif self.waiting[piece.mark]:
             self.placed[piece.mark].append(self.waiting[piece.mark].pop(0))
         else:
-            raise BadSample(Reason.MARKS, f"{where} wants {with_article(NAMES[piece.mark])}, but the row lists no more")
+            name = with_article(NAMES[piece.mark])
+            raise BadSample(
+                Reason.MARKS,
+                f"{where} wants {name}, but its part has none of {', '.join(PART_KEYS[piece.mark])}, and the row lists "
+                "no more",
+            )
 
     def all(self) -> dict[str, tuple[Any, ...]]:
         """Return everything: first what has its position."""
@@ -151,6 +159,9 @@ def place_marks(draft: Draft) -> Draft:
     Raises BadSample if there are some marks, but not as many as media.
     """
     draft = _own_marks_for_videos(draft)
+    tags = [] if draft.images else [tag for turn in draft.turns for tag in TAG.findall(turn.text)]
+    if tags:
+        raise BadSample(Reason.MARKS, f"{tags[0]:.80} is an image: write <image> there, and list it in `images`")
     missing = ""
     for mark, media in ((IMAGE_MARK, draft.images), (VIDEO_MARK, draft.videos), (AUDIO_MARK, draft.audios)):
         num_marks = count_marks(draft.turns, mark)

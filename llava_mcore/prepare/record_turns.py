@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llava_mcore.data.encode.marks import TYPES
-from llava_mcore.data.encode.messages import ROLES, decoded, is_call_role, role_of, said_to_train, turn_of
-from llava_mcore.data.encode.record_keys import SYSTEM_KEYS, TURN, full_value, is_full
+from llava_mcore.data.encode.messages import ROLES, is_call_role, role_of, said_to_train, turn_of
+from llava_mcore.data.encode.record_keys import SYSTEM_KEYS, TURN, decoded, full_value, is_full
 from llava_mcore.data.samples import Turn
 from llava_mcore.prepare.record_parts import RowMedia, TurnContent, as_parts, list_of, read_content, refuse_marks
 from llava_mcore.prepare.row_types import BadSample, Reason, reason_for, type_and_value

@@ -14,17 +14,26 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "".join(AUDIO_TOKENS)}
 """Placeholder of each type of part besides text."""
+OWN_TEMPLATE = "Omit --chat-template for the folder's own, or give a changed copy of its chat_template.jinja."
 _NAMES = {"image": "image", "video": "video", "audio": "audio clip"}
 _TEXT = "What does 7f3a show?"
 _ANSWER = "A 9c1e."
 
 
-def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str, *, videos: bool = False) -> str:
+def accept_parts(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    origin: str,
+    *,
+    videos: bool = False,
+    image_token: str = PLACEHOLDERS["image"],
+) -> str:
     """Return the template, preceded by the preamble if it does not support typed content.
 
     Args:
         origin: the template's source, for messages.
         videos: whether it must support videos as well as images.
+        image_token: the class's placeholder of an image. Without the preamble, a template must write it by itself.
 
     Raises:
         ConversionError: the template cannot render a question and its answer, with or without an image.
@@ -32,20 +41,26 @@ def accept_parts(tokenizer: PreTrainedTokenizerBase, template: str, origin: str,
     check_bounds(template, origin)
     takes_audio = AUDIO_TOKENS[1] in tokenizer.get_vocab()
     kinds = ("audio",) if takes_audio else ("image", "video")[: 1 + videos]
-    if all(understands_parts(tokenizer, template, kind) for kind in kinds):
+    tokens = PLACEHOLDERS | {"image": image_token}
+    if all(understands_parts(tokenizer, template, kind, tokens[kind]) for kind in kinds):
         return template
+    if image_token != PLACEHOLDERS["image"] and not takes_audio:
+        raise ConversionError(
+            f"chat template ({origin}): it does not render a part of type image as one {image_token}, the model's "
+            f"placeholder. {OWN_TEMPLATE}"
+        )
     wrapped = preamble(tokenizer) + template
     _check_wrapped(tokenizer, template, wrapped, kinds[0], origin)
     return wrapped
 
 
-def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str, kind: str) -> bool:
+def understands_parts(tokenizer: PreTrainedTokenizerBase, template: str, kind: str, placeholder: str) -> bool:
     """Return whether a template renders typed content, with one placeholder per image, video or audio clip."""
     try:
         rendered = _render(tokenizer, template, _conversation(kind, as_parts=True))
     except RENDER_ERRORS:
         return False
-    return rendered.count(PLACEHOLDERS[kind]) == 1 and _is_said(rendered)
+    return rendered.count(placeholder) == 1 and _is_said(rendered)
 
 
 def _check_wrapped(tokenizer: PreTrainedTokenizerBase, template: str, wrapped: str, kind: str, origin: str) -> None:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.compat.delta_rule import triton_without_gradients
 from llava_mcore.compat.triton import NO_COMPILER, can_build_kernels
-from llava_mcore.config.rules.adapter import restores_matrices
+from llava_mcore.config.rules.adapter import dequantizes_matrices
 from llava_mcore.config.rules.delta_nets import no_gradients
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.model import ModelConfig
@@ -35,8 +35,8 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         cp_comm_type=run.parallel.cp_comm_type,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=groups.etp_size,
-        on_cpu=restores_matrices(run),
-        plain_linears=restores_matrices(run),
+        on_cpu=dequantizes_matrices(run),
+        plain_linears=dequantizes_matrices(run),
         stages=stages(run, groups, hf.text_config.num_hidden_layers),
         sequence_parallel=run.parallel.sequence_parallel,
         attention_backend=model.attention_backend,
@@ -84,7 +84,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
     setting = "--fp8" if run.model.transformer_impl is None else "model.transformer_impl = transformer_engine"
     if language_family(hf.text_config).shape(hf.text_config).needs_local_layers:
         if run.model.transformer_impl == "transformer_engine" or run.training.fp8:
-            raise ConfigError(f"{setting}: {hf.text_config.model_type} models have local layers only: omit that")
+            raise ConfigError(f"{setting}: {hf.text_config.model_type} models have local layers only: omit it")
         if run.parallel.cp_comm_type is not None:
             raise ConfigError(
                 f"--cp-comm-type {run.parallel.cp_comm_type}: {hf.text_config.model_type} models have windows or soft "
@@ -98,7 +98,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
             "--cuda-graphs needs Transformer Engine's layers: install transformer-engine, or omit the flag"
         )
     if chosen == "transformer_engine" and not usable:
-        raise ConfigError(f"{setting} needs GPUs and the package transformer-engine: install it, or omit that")
+        raise ConfigError(f"{setting} needs GPUs and the package transformer-engine: install it, or omit {setting}")
     if chosen == "transformer_engine" and not can_build_kernels():
         raise ConfigError(NO_COMPILER)
     return chosen

@@ -20,13 +20,13 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
         yield f"adapter.load takes the rank from its folder: omit {keys}"
     for folder in (adapter.load, *adapter.frozen):
         if folder is not None and not (folder / "adapter_config.json").is_file():
-            yield f"{folder}: no adapter_config.json; expected a folder that PEFT or export-hf has written"
+            yield f"{folder}: no adapter_config.json; expected a folder written by PEFT or export-hf"
     names = [adapter.name, *(folder.name for folder in adapter.frozen)]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"several adapters are called {name}: rename a folder of adapter.frozen, or change adapter.name"
     for folder in adapter.frozen:
         if not is_adapter_name(folder.name):
-            yield f"{folder}: its name is the adapter's, so it may hold letters, digits, '-' and '_' only: rename it"
+            yield f"{folder}: an adapter is named by its folder, with letters, digits, '-' and '_' only: rename it"
     for key, is_set in (
         ("model.freeze", bool(model.freeze)),
         ("model.unfreeze", bool(model.unfreeze)),
@@ -45,20 +45,20 @@ def _quantized_in_fp8(run: RunConfig) -> Iterator[str]:
     """Yield what `--lora-quantize` does not allow beside `--fp8`."""
     training, kind = run.training, run.adapter.quantize
     if kind == "nf4":
-        yield "--lora-quantize nf4 restores matrices in half precision: omit --fp8, or use --lora-quantize fp8"
+        yield "--lora-quantize nf4 dequantizes matrices to half precision: omit --fp8, or use --lora-quantize fp8"
     if kind == "fp8" and training.fp8_recipe == "blockwise":
         yield "--lora-quantize fp8 has one scale per matrix, --fp8-recipe blockwise one per block: use another recipe"
     if kind == "fp8" and (training.fp8_first_layers_bf16 or training.fp8_last_layers_bf16):
         yield "--lora-quantize fp8 leaves no layer in bf16: omit training.fp8_first_layers_bf16 and …_last_…"
 
 
-def restores_matrices(run: RunConfig) -> bool:
+def dequantizes_matrices(run: RunConfig) -> bool:
     """Return whether the run uses layers that dequantize their matrices before each product."""
     return run.adapter.quantize != "none" and not run.training.fp8
 
 
 def trains_tower(run: RunConfig) -> bool:
-    """Return whether something of the vision tower may be trained, so that options for that have an effect."""
+    """Return whether any of the vision tower may be trained, so that options for a trained tower have an effect."""
     adapter, model = run.adapter, run.model
     if adapter.is_on:
         return bool(adapter.vision_r or adapter.load or adapter.modules_to_save or adapter.bias == "all")

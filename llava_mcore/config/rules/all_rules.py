@@ -52,7 +52,7 @@ def check_layout(dims: ModelDims, tp: int, pp: int, source: str, *, vision_data_
     common = math.gcd(*sizes.values())
     fitting, all_fitting = _divisors(math.gcd(common, *of_tower.values())), _divisors(common)
     advice = f"this model can use {all_fitting if vision_data_parallel else fitting}"
-    # Each size that does not divide is named; one alone would be mended in vain.
+    # Name every size that does not divide: fixing only one of them would not help.
     errors = [
         f"--tp {tp} does not divide the {quantity}, which is {size} in {source}: {advice}"
         for quantity, size in sizes.items()
@@ -102,13 +102,13 @@ def check_run(
     source: str = "the model",
     typed: Collection[str] = (),
 ) -> list[str]:
-    """Return every problem of a training run that is visible before it starts, except those of checkpoints and data.
+    """Return every problem of a training run that can be found before it starts, except those of checkpoints and data.
 
     `dims` is None if the model's config could not be read, which is reported elsewhere.
     `world_size` is the number of processes; `device_available` says whether there are GPUs. `typed`: keys of flags
     on the command line (see `check_needs`).
     """
-    # What the configuration alone shows, then what this machine lacks, then what the model does not allow.
+    # Problems of the configuration alone, then of this machine, then of the model.
     errors = [
         *check_values(run, typed),
         *check_options(run, device_available),
@@ -145,7 +145,7 @@ def check_run(
 
 
 def check_fp8_tower(dims: ModelDims, tp: int, source: str) -> list[str]:
-    """Return which widths of a tower's layers FP8 cannot multiply.
+    """Return the widths of a tower's layers that FP8 cannot multiply, as problems.
 
     Args:
         tp: ranks that divide the layers.
@@ -227,8 +227,8 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         yield "--fp8 needs Transformer Engine and half precision: omit --precision fp32 and local layers"
     if training.fp8 and training.fp8_vision and not model.cuda_graphs_vision:
         yield (
-            "--fp8-vision needs --cuda-graphs-vision, which fills up packs of patches to sizes that FP8 can multiply; "
-            "without graphs the host would also take longer to start the tower's kernels than the GPU to run them: add "
+            "--fp8-vision needs --cuda-graphs-vision, which pads packs of patches to sizes that FP8 can multiply; "
+            "without graphs, launching the tower's kernels would also take longer than running them: add "
             "--cuda-graphs-vision, or omit --fp8-vision"
         )
     if (

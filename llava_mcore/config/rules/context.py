@@ -17,11 +17,16 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
             f"data.sample_multiple {data.sample_multiple} is not a multiple of {2 * cp} = 2 x --cp {cp}, the chunks "
             "that a sample is cut into: change it, or omit it"
         )
+    elif data.sample_multiple is not None and data.seq_length % data.sample_multiple:
+        yield (
+            f"--seq-length {data.seq_length} is not a multiple of data.sample_multiple {data.sample_multiple}, to "
+            "which a sample of nearly that length is rounded up: change one of them"
+        )
     if cp == 1:
         return
     flag = f"--cp {cp}"
     uses_engine = device_available and run.model.transformer_impl != "local"
-    # How ranks exchange keys and values is Transformer Engine's.
+    # Transformer Engine decides how ranks exchange keys and values.
     comm_type = parallel.cp_comm_type
     if comm_type is not None and not uses_engine:
         yield "--cp-comm-type chooses how Transformer Engine's attention exchanges tokens, on GPUs: omit it"
@@ -29,7 +34,7 @@ def check_context(run: RunConfig, device_available: bool) -> Iterator[str]:
         yield from _check_levels(cp, parallel.cp_a2a_size)
     if uses_engine and run.training.precision == "fp32":
         yield (
-            f"{flag}: Transformer Engine's attention of divided tokens is for half precision: omit --precision fp32, "
+            f"{flag}: with divided tokens, Transformer Engine's attention needs half precision: omit --precision fp32, "
             "or add model.transformer_impl=local"
         )
     if uses_engine and run.model.attention_backend == "flash" and not data.packing:
@@ -70,7 +75,7 @@ def check_context_model(run: RunConfig, dims: ModelDims, source: str) -> Iterato
 def check_divided_tokens(dims: ModelDims, tp: int, cp: int, source: str) -> Iterator[str]:
     """Yield why `cp` processes cannot divide the tokens of a model, whose matrices `tp` processes divide.
 
-    Delta nets read tokens in order, so that their processes divide heads.
+    Delta nets read tokens in order, so processes divide their heads instead.
     """
     if cp == 1:
         return

@@ -8,7 +8,7 @@ from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.schema import RunConfig
 
 FP8_MULTIPLE = 16
-"""The sizes of what FP8 multiplies are multiples of this."""
+"""Dimensions of FP8 matrix products must be multiples of this."""
 
 
 def check_delta_nets(run: RunConfig, dims: ModelDims, source: str) -> Iterator[str]:

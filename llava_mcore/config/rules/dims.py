@@ -7,17 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelDims:
-    """Sizes from a Hugging Face config.
+    """Sizes from a Hugging Face config. A size is 0 if the model has no such part.
 
-    `num_query_groups` is the number of key/value heads. `vision_num_layers` counts all layers of the tower,
-    including those after the feature layer. `sliding_window` is None if every token sees all earlier ones.
-    `num_deepstack`: features of inner layers of the tower, one added after each of the first decoder layers.
-    `keeps_class_token`: the tower has one, and the language model sees it. `projection_ffn_hidden_size`: the width
-    between the matrices of what maps the tower's features, 0 if there is none. `delta_key_heads`, `delta_value_heads`:
-    of the layers that have a gated delta net in place of attention, 0 if there are none; `delta_width`: rows of the
-    first matrix of such a net. `num_experts`: of the layers that have a mixture in place of an MLP, 0 if there are
-    none; `expert_ffn_hidden_size`, `shared_ffn_hidden_size`: the width inside one of them, and inside what all tokens
-    share. `num_cross_layers`: layers that attend to images in place of tokens.
+    Attributes:
+        num_query_groups: key/value heads.
+        vision_num_layers: all layers of the tower, including those after the feature layer.
+        sliding_window: None if every token attends to all earlier ones.
+        keeps_class_token: the tower has a class token, and the language model sees it.
+        projection_ffn_hidden_size: width between the projection's matrices.
+        num_deepstack: inner layers of the tower whose features are added, one after each of the first decoder layers.
+        delta_key_heads, delta_value_heads: heads of the layers with a gated delta net instead of attention.
+        delta_width: rows of a delta net's first matrix.
+        num_experts: experts of a layer with a mixture of experts instead of an MLP.
+        expert_ffn_hidden_size, shared_ffn_hidden_size: width of an expert, and of the shared expert.
+        num_cross_layers: layers that attend to images instead of tokens.
     """
 
     num_layers: int

@@ -19,7 +19,7 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
             yield f"{flags}: {source} has no mixtures of experts to divide: omit {'them' if ' and ' in flags else 'it'}"
         keys = ", ".join(f"router.{key}" for key in run.router.model_dump(exclude_defaults=True))
         if keys:
-            yield f"{keys}: {source} has no mixtures of experts, so no router: omit that"
+            yield f"{keys}: {source} has no mixtures of experts, so no router: omit {'them' if ', ' in keys else 'it'}"
         if run.adapter.expert_r is not None:
             yield f"adapter.expert_r: {source} has no mixtures of experts: omit it"
         return
@@ -43,13 +43,13 @@ def check_experts(run: RunConfig, dims: ModelDims, world_size: int, source: str)
     # megatron-core then gives the experts an optimizer of their own.
     if ep > 1 or etp != tp:
         why = (
-            f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are added up over other processes than those "
-            "of the rest"
+            f"--tp {tp}, --ep {ep}, --etp {etp}: the gradients of experts are summed over a different group of "
+            "processes than the others"
         )
         if not parallel.divides_optimizer:
             yield f"{why}, which needs the distributed optimizer: add --dist-optim"
         if run.training.precision == "fp16" and run.training.loss_scale is None:  # each optimizer would find its own
-            yield f"{why}, which excludes the adapting loss scale of --precision fp16: use bf16, or give --loss-scale"
+            yield f"{why}, which does not work with fp16's dynamic loss scale: use bf16, or give --loss-scale"
     if tp % etp:
         yield f"--etp {etp} does not divide --tp {tp}: experts are divided by tensor-parallel processes; lower it"
     if run.training.fp8:
@@ -76,7 +76,7 @@ def check_expert_layout(dims: ModelDims, ep: int, etp: int, source: str) -> list
 def _check_fp8(run: RunConfig, dims: ModelDims, etp: int, source: str) -> Iterator[str]:
     """Yield why experts cannot multiply in FP8."""
     if run.training.precision == "fp16":
-        yield f"--fp8 multiplies experts together with bf16, and {source} has some: omit --precision fp16"
+        yield f"--fp8 of experts needs bf16, and {source} has experts: omit --precision fp16"
     sizes = {"width of an expert": (dims.expert_ffn_hidden_size, etp), "hidden size": (dims.hidden_size, 1)}
     for quantity, (size, parts) in sizes.items():
         if size % (FP8_MULTIPLE * parts):

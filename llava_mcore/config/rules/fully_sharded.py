@@ -36,7 +36,7 @@ def _check_replicas(run: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_precision(run: RunConfig, flag: str) -> Iterator[str]:
-    """Yield numbers that Megatron-FSDP does not keep."""
+    """Yield number formats and optimizers that Megatron-FSDP does not support."""
     optimizer = run.optimizer
     if run.training.precision == "fp16":
         yield f"{flag} does not work with the loss scale of --precision fp16: use bf16"

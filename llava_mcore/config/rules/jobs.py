@@ -8,7 +8,7 @@ from llava_mcore.config.flags import name_of
 from llava_mcore.config.sections.launch import LaunchConfig
 
 _FOR_OTHERS = ("sif_path", "gpu_ids", "node_rank", "master_addr", "slurm_job_id", "slurm_output_name", "sbatch_options")
-"""Keys of a start without such a job: the image is --image, and each container finds its own rank."""
+"""Keys that only other kinds of starts use: here the image is --image, and each container finds its own rank."""
 
 
 def check_job(launch: LaunchConfig) -> Iterator[str]:
@@ -17,7 +17,7 @@ def check_job(launch: LaunchConfig) -> Iterator[str]:
     if launch.k8s is not None and launch.vertex is not None:
         yield "--k8s and --vertex write two kinds of jobs: give one of them"
     if launch.image is None:
-        yield f"{flag} needs a container image with this program: give --image, as environments/Dockerfile builds it"
+        yield f"{flag} needs a container image with this program: give --image, built from environments/Dockerfile"
     if launch.num_gpus < 0:
         yield f"{flag} needs the number of GPUs per machine (with --backend gloo: of processes): give -g"
     for name in _FOR_OTHERS:

@@ -44,6 +44,6 @@ def _check_saving(run: RunConfig) -> Iterator[str]:
     checkpoint = run.checkpoint
     if checkpoint.non_persistent_save_interval is not None and not checkpoint.save_optim:
         yield (
-            "--non-persistent-save-interval writes what a run resumes from: add --save-optim, and --save or "
-            "--save-interval for what is kept"
+            "--non-persistent-save-interval writes checkpoints to resume from: add --save-optim, and --save or "
+            "--save-interval for persistent ones"
         )

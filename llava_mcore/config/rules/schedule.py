@@ -43,7 +43,7 @@ def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iter
     num_iterations = training.num_iterations
     if training.train_samples is not None and not num_iterations:
         first = training.batch_sizes.at(0)
-        yield f"--train-samples {training.train_samples} are less than the first batch, {first}: raise them"
+        yield f"--train-samples {training.train_samples} is less than the first batch, {first}: raise it"
     elif num_iterations:
         yield from _check_wsd(training, optimizer, num_iterations)
 

@@ -20,7 +20,7 @@ Values = dict[str, Any]
 class _RefusedValueError(Exception):
     """A value that is not supported; the message says why and what to do.
 
-    replaced_by: our key that says the same in another way; given on the command line, it is taken instead.
+    replaced_by: our key for the same setting; if the command line gives it, the value is ignored.
     """
 
     def __init__(self, message: str, replaced_by: str | None = None) -> None:
@@ -51,7 +51,7 @@ def _unless_off(reason: str, replaced_by: str) -> Callable[[Any], Values]:
 
 
 def _always_on(_value: Any) -> Values:
-    """A switch for what cannot be switched off here."""
+    """A switch for a feature that is always on here."""
     return {}
 
 

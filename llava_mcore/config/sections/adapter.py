@@ -32,7 +32,7 @@ _ADAPTER = Needs(*_RANKS, "adapter.load")
 
 
 class AdapterConfig(Section):
-    """LoRA and its variants, as the library PEFT defines them. Without a rank everything is trained in full."""
+    """LoRA and its variants, as the library PEFT defines them. Without a rank, the model itself is trained."""
 
     flag_group = "adapters"
 
@@ -40,31 +40,31 @@ class AdapterConfig(Section):
     """Rank of LoRA's matrices in the language model. The model itself is then frozen, the freeze keys have no effect,
     and only the adapter is saved."""
     vision_r: Rank | None = None
-    """Rank in the vision tower; not given: the tower gets no adapter."""
+    """Rank in the vision tower. Default: no adapter."""
     projection_r: Rank | None = None
-    """Rank in the projection; not given: the projection gets no adapter."""
+    """Rank in the projection. Default: no adapter."""
     expert_r: Rank | None = None
-    """Rank in every expert of mixtures, whose matrices each get an A and a B of their own; not given: experts get no
-    adapter. Not with DoRA or dropout, which PEFT does not have for them."""
+    """Rank in every expert of a mixture of experts: each of its matrices gets its own A and B. Default: no adapter. Not
+    with DoRA or dropout, which PEFT does not support there."""
     alpha: Annotated[int, Flag("--lora-alpha"), _LORA] = Field(16, ge=1, le=10**6)
-    """Scale of what an adapter adds, which is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
+    """An adapter's output is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."""
     dropout: Annotated[float, Flag("--lora-dropout"), _LORA] = Field(0.0, ge=0, lt=1)
     """Probability of dropout on the adapters' inputs."""
     targets: Annotated[
         tuple[str, ...], BeforeValidator(comma_separated), Field(min_length=1), Flag("--lora-targets", many=True), _LORA
     ] = (ALL_LINEAR,)
     """Linear layers that get an adapter, by their names in Hugging Face's model or the ends of these, such as
-    q_proj,v_proj; all-linear: every one but the output layer."""
+    q_proj,v_proj; all-linear: all of them except the output layer."""
     dora: Annotated[bool, Flag("--lora-dora"), _LORA] = False
     """DoRA: also train the magnitude of every row of the adapted matrices."""
     rslora: Annotated[bool, Flag("--lora-rslora"), _LORA] = False
     """rsLoRA: divide by the square root of the rank, so that a larger rank does not weaken what is learned."""
     quantize: Annotated[Literal["none", "nf4", "fp8"], Flag("--lora-quantize"), _ADAPTER] = "none"
-    """Keep the frozen language model's matrices in 4 bits (nf4: QLoRA, double quantization, as bitsandbytes), or in 8
-    (fp8: e4m3, one scale per 128 values). They are restored for each product. fp8 with --fp8: they are multiplied in
-    FP8, with one scale each, and have no 16-bit copy."""
+    """Store the frozen language model's matrices in 4 bits (nf4: QLoRA, double quantization, like bitsandbytes) or in 8
+    bits (fp8: e4m3, one scale per 128 values), and dequantize them for each product. fp8 with --fp8: multiply them in
+    FP8, with one scale each and no 16-bit copy."""
     bias: Annotated[Literal["none", "all", "lora_only"], _LORA] = "none"
-    """Biases of the model that are trained: none, all, or those of the layers with an adapter."""
+    """Model biases to train: none, all, or those of the layers with an adapter."""
     modules_to_save: Annotated[
         tuple[str, ...],
         BeforeValidator(comma_separated),
@@ -78,8 +78,8 @@ class AdapterConfig(Section):
     load: UserPath | None = None
     """PEFT folder of an adapter to continue training; its files determine rank, targets and everything else."""
     frozen: Annotated[tuple[UserPath, ...], BeforeValidator(comma_separated), _ADAPTER] = ()
-    """PEFT folders of adapters that are active beside the trained one and stay unchanged; each has its folder's
-    name."""
+    """PEFT folders of adapters that are active beside the trained one and stay unchanged; each is named after its
+    folder."""
 
     @property
     def is_on(self) -> bool:

@@ -68,60 +68,60 @@ class DataConfig(Section):
     """Seconds that a loader process may take for a batch before the run ends. With num_workers 0, only storage has time
     limits."""
     shuffle_buffer_size: int = Field(10_000, ge=0, le=10**7)
-    """Samples among which the order is shuffled, after blocks of 64 consecutive samples were shuffled over the whole
-    dataset. Only their numbers are kept, so a large value costs no memory; a small one reads fewer shards at a time. 0
-    or 1 keeps the order of the shards."""
+    """Size of the window in which samples are shuffled, after blocks of 64 consecutive samples were shuffled over the
+    whole dataset. Only sample numbers are kept, so a large window costs no memory; a small one reads fewer shards at a
+    time. 0 or 1 keeps the order of the shards."""
     num_streams: Parts | None = None
     """Streams that the data is divided into for the whole run, ideally a multiple of every number of data-parallel
-    ranks that it will have. Not given: 48, or 768 from 200,000 samples on, whatever the number of ranks. A resumed run
-    keeps them."""
+    ranks that it will have. Default: 48, or 768 from 200,000 samples on, for any number of ranks. A resumed run
+    keeps the number."""
     blend_weights: BlendWeights = "samples"
     """Unit of the weights of a blend: samples, or tokens as `prepare` has counted them (manifest.json)."""
     image_token_id: Annotated[int | None, Flag("--image-token-id", after="--max-skip-rate")] = Field(
         None, ge=0, le=10**9
     )
-    """Id of the tokenizer's placeholder for images; not given: the one the tokenizer names, else that of <image>."""
+    """Id of the tokenizer's placeholder for images. Default: the one the tokenizer names, else that of <image>."""
     pad_token_id: Annotated[int | None, Flag("--pad-token-id")] = Field(None, ge=0, le=10**9)
-    """Id of the token that pads batches, which is never trained; not given: the tokenizer's pad token."""
+    """Id of the token that pads batches, which is never trained. Default: the tokenizer's pad token."""
     packing: Annotated[bool, Flag("--packing", after="--num-workers")] = False
     """Pack samples into sequences of seq_length tokens; they do not attend to each other."""
     packing_buffer_size: Annotated[Size, Needs("data.packing")] = 64
-    """Number of samples from which each stream selects those that fill a pack best."""
+    """Number of waiting samples from which each stream chooses those that fill a pack best."""
     sample_multiple: Annotated[Size | None, Needs("data.packing")] = None
-    """Multiple that the lengths of packed samples are rounded up to. Not given: 2 x --cp, as samples are cut into so
-    many chunks; 1 without --cp. Runs that give the same multiple build the same packs at any --cp."""
+    """Multiple that the lengths of packed samples are rounded up to. Default: 2 x --cp, the number of
+    chunks that a sample is cut into; 1 without --cp. Runs with the same multiple build the same packs at any --cp."""
     max_waiting_bytes: Annotated[int, Needs("data.packing")] = Field(4 << 30, ge=0, le=1 << 50)
-    """Bytes per node for samples that were read and wait for their pack, divided over its loader processes. Others are
-    read again when their pack is built."""
+    """Bytes per node, over all its loader processes, for samples that wait for their pack. Samples beyond that are read
+    again when their pack is built."""
     max_media_tokens: Size | None = None
     """Maximum number of patches of the images and frames (of audio: 20 ms frames) in a pack (without packing: in a
-    sample), so that no rank's tower gets more than fits into memory; a sample with more than that is too long
-    (on_too_long). `check` prints how many samples have. Not given: seq_length is the only limit."""
+    sample), so that no rank's tower gets more than fits into memory; a sample with more patches is too long
+    (on_too_long). `check` prints how many patches samples have. Default: no limit except seq_length."""
     on_too_long: Annotated[Literal["drop", "truncate", "error"], Flag("--on-too-long")] = "drop"
-    """Handling of a conversation longer than seq_length or with more patches than max_media_tokens: it is skipped
-    and counted, truncated (before an image, video or audio clip that would be cut or exceeds max_media_tokens), or an
-    error that ends the run."""
+    """What happens to a conversation longer than seq_length or with more patches than max_media_tokens: it is skipped
+    and counted (drop), cut before the first image, video or audio clip that does not fit (truncate), or ends the run
+    (error)."""
     max_skip_rate: Annotated[float, Flag("--max-skip-rate")] = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     min_pixels: Annotated[Size | None, Flag("--min-pixels")] = None
-    """For Qwen-VL, the minimum width x height of a resized image: a smaller image is enlarged. Not given: the image
+    """For Qwen-VL, the minimum width x height of a resized image: a smaller image is enlarged. Default: the image
     processor's. The exported folder gets the same limits."""
     max_pixels: Annotated[Size | None, Flag("--max-pixels")] = None
-    """For Qwen-VL, the maximum width x height of a resized image, which bounds its number of tokens. Not given: the
+    """For Qwen-VL, the maximum width x height of a resized image, which bounds its number of tokens. Default: the
     image processor's. The exported folder gets the same limits."""
     video_min_pixels: Annotated[Size | None, Flag("--video-min-pixels")] = None
     """For Qwen-VL, the minimum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
-    Not given: the video processor's. The exported folder gets the same limits."""
+    Default: the video processor's. The exported folder gets the same limits."""
     video_max_pixels: Annotated[Size | None, Flag("--video-max-pixels")] = None
     """For Qwen-VL, the maximum width x height of a resized frame of a video; for Qwen3-VL, of all its frames together.
-    Not given: the video processor's. The exported folder gets the same limits."""
+    Default: the video processor's. The exported folder gets the same limits."""
     augment: Annotated[tuple[TransformConfig, ...], BeforeValidator(transform_list)] = ()
     """Transforms of the images and frames of training samples, in their order: names in torchvision.transforms.v2,
     each with its arguments, such as [{name: ColorJitter, brightness: 0.2}, {name: RandomGrayscale, p: 0.1}]. They may
     not change an image's size."""
     chat_template: Annotated[str | None, Flag("--chat-template")] = None
     """Chat template to train with and to export: vicuna, llama-2, llama-3, chatml, llm-jp, mistral, plain, or a .jinja
-    file. Not given: the tokenizer's own."""
+    file. Default: the tokenizer's own."""
     lang: Annotated[Literal["jp", "en"] | None, Flag("--lang")] = None
     """Language of prompts for data without questions; a tokenizer without a chat template gets llm-jp (jp) or vicuna
     (en)."""

@@ -75,15 +75,15 @@ class LaunchConfig(Section):
     """GPUs to use on each node, one process each; -1 means all. On a machine without GPUs: gloo processes, and -1 means
     1."""
     gpu_ids: Annotated[GpuIds | None, Flag("--gpu-ids", group="GPU")] = None
-    """Which GPUs to use, as 0,1,3, counted as run.py sees them; not given: the first ones."""
+    """GPUs to use, such as 0,1,3, among those that this process sees. Default: the first ones."""
     num_nodes: Annotated[Parts | None, Flag("--node", group="several machines")] = None
-    """Machines of the run, each of which starts the same command; not given: SLURM's, else 1."""
+    """Number of machines; each of them starts the same command. Default: SLURM's, else 1."""
     node_rank: Annotated[int | None, Flag("--rank", aliases=("-r",), group="several machines")] = Field(
         None, ge=0, le=10**5
     )
-    """Rank of this machine, from 0; not given: SLURM's."""
+    """Rank of this machine, from 0. Default: SLURM's."""
     master_addr: Annotated[str | None, Flag("--master-addr", aliases=("-m",), group="several machines")] = None
-    """Name or address of the first machine; not given: that of SLURM's first node."""
+    """Name or address of the first machine. Default: SLURM's first node."""
     master_port: Annotated[
         int | None,
         Flag(
@@ -92,31 +92,31 @@ class LaunchConfig(Section):
             group="several machines",
         ),
     ] = Field(None, ge=1, le=65535)
-    """Rendezvous port on the first machine; two runs on one machine need two. Not given: any free one on one machine,
+    """Rendezvous port on the first machine; two runs on one machine need two. Default: any free port on one machine,
     20000 + job id modulo 10000 under SLURM, else 29500."""
     interface: Annotated[str | None, Flag("--interface", group="several machines")] = None
-    """Network interface for communication, such as eth0; not given: NCCL's and gloo's own choice."""
+    """Network interface for communication, such as eth0. Default: NCCL's and gloo's own choice."""
     slurm_job_id: Annotated[str | None, Flag("--slurm-job-id", group="SLURM")] = None
-    """Id of the SLURM job, which names the rendezvous and chooses its port; not given: SLURM's."""
+    """Id of the SLURM job, which determines the rendezvous name and port. Default: SLURM's."""
     slurm_output_name: Annotated[str | None, Flag("--slurm-output-name", group="SLURM")] = None
-    """Output file of a job that --submit submits; not given: SAVE_DIR/NAME/slurm-%j.out."""
+    """Output file of a job that --submit submits. Default: SAVE_DIR/NAME/slurm-%j.out."""
     sbatch_options: Annotated[str | None, Flag("--sbatch-options", group="SLURM")] = None
-    """Further sbatch options of a job that --submit submits, such as '--partition=gpu --time=24:00:00'."""
+    """More sbatch options for a job that --submit submits, such as '--partition=gpu --time=24:00:00'."""
     sif_path: Annotated[UserPath | None, Flag("--sif-path", group="save and load")] = None
     """Singularity/Apptainer image inside which to run the same command."""
     k8s: Annotated[Literal["jobset", "pytorchjob"] | None, Flag("--k8s", group="Kubernetes and Vertex AI")] = None
-    """Write NAME.KIND.yaml, a manifest for Kubernetes with which a cluster trains, and start nothing here: a JobSet, or
-    a PyTorchJob of Kubeflow's training operator. --submit also creates it with kubectl."""
+    """Write a Kubernetes manifest for the run, NAME.KIND.yaml, and start nothing here: a JobSet, or a PyTorchJob for
+    Kubeflow's training operator. --submit also creates it with kubectl."""
     vertex: Annotated[str | None, Flag("--vertex", group="Kubernetes and Vertex AI")] = None
-    """Write NAME.vertex.yaml for a custom job of Vertex AI on machines of this type, such as a3-highgpu-8g, and start
+    """Write NAME.vertex.yaml, a Vertex AI custom job on machines of this type, such as a3-highgpu-8g, and start
     nothing here; --submit also creates it with gcloud."""
     image: Annotated[str | None, Flag("--image", group="Kubernetes and Vertex AI"), _JOB] = None
-    """Container image of the job, such as one of environments/Dockerfile."""
+    """Container image of the job, such as one built from environments/Dockerfile."""
     volumes: Annotated[Volumes, Flag("--volume", group="Kubernetes and Vertex AI", many=True), _JOB] = ()
-    """Volumes of the container, as CLAIM:/path, /host/folder:/path or nfs://SERVER/EXPORT:/path; :ro at the end forbids
-    writing. Paths of the run are those in the container."""
+    """Volumes of the container, as CLAIM:/path, /host/folder:/path or nfs://SERVER/EXPORT:/path; :ro at the end makes
+    it read-only. All paths of the run are paths in the container."""
     job_options: Annotated[UserPath | None, Flag("--job-options", group="Kubernetes and Vertex AI"), _JOB] = None
-    """YAML file with further fields of the job, by section: metadata, spec, pod_metadata, pod and container for
+    """YAML file with more fields for the job, by section: metadata, spec, pod_metadata, pod and container for
     Kubernetes; spec, pool and container for Vertex AI."""
 
     @property

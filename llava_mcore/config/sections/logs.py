@@ -48,7 +48,7 @@ class LoggingConfig(Section):
     flag_group = "logging"
 
     log_interval: Annotated[Iterations, Flag("--log-interval")] = 1
-    """Iterations between two lines on the console; metrics.jsonl gets every iteration."""
+    """Iterations between console lines; metrics.jsonl gets every iteration."""
     tensorboard: Annotated[bool, Flag("--tensorboard")] = False
     """Also write TensorBoard's event files, in SAVE_DIR/NAME/tensorboard."""
     wandb: Annotated[bool, Flag("--wandb")] = False
@@ -61,15 +61,15 @@ class LoggingConfig(Section):
     mlflow_experiment: Annotated[str, Needs("logging.mlflow")] = "llava_mcore"
     """MLflow experiment of the run."""
     debug: Annotated[bool, Flag("--debug")] = False
-    """Print the first batch as text, with the trained parts marked, and the input and output shapes of each part of the
-    model on every pipeline stage."""
+    """Print the first batch as text, with the trained parts marked, and the input and output shapes of each module on
+    every pipeline stage."""
     profile: Annotated[Span | None, Flag("--profile")] = None
-    """Iterations START:END (both included) that every rank profiles with torch, and on a GPU a snapshot of its memory;
-    both go to SAVE_DIR/NAME/profile."""
+    """Iterations START:END (both included) in which every rank writes a torch profile, and on a GPU a memory snapshot,
+    to SAVE_DIR/NAME/profile."""
     profile_ranks: Annotated[Ranks | None, Needs("logging.profile")] = None
-    """Ranks that write a profile, such as 0,8; not given: all."""
+    """Ranks that write a profile, such as 0,8. Default: all."""
     memory_snapshot: Annotated[Iterations | None, Flag("--memory-snapshot")] = None
     """Iteration in which every rank records its GPU's memory: a snapshot for pytorch.org/memory_viz, and an image of
     the memory over time by category. Both go to SAVE_DIR/NAME/memory."""
     memory_snapshot_ranks: Annotated[Ranks | None, Needs("logging.memory_snapshot")] = None
-    """Ranks that record their memory, such as 0,8; not given: all."""
+    """Ranks that record their memory, such as 0,8. Default: all."""

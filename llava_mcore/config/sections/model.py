@@ -28,12 +28,12 @@ class ModelConfig(Section):
     """Parameters that are not trained, besides the frozen parts: patterns over their Hugging Face or Megatron
     names, such as *.embed_tokens.weight; several are separated by commas."""
     unfreeze: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = ()
-    """Parameters that are trained although a frozen part or freeze contains them: patterns as for freeze."""
+    """Parameters that are trained although they are in a frozen part or match freeze: patterns as for freeze."""
     train_expanded: Annotated[bool, Flag("--train-expanded", after="--freeze-lm")] = False
-    """Train the layers alone that build --expand-layers has inserted, and what model.unfreeze names."""
+    """Train only the layers that build --expand-layers inserted, and parameters that match model.unfreeze."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
-    """Implementation of the layers: Transformer Engine's fused ones, or torch's; not given: the former on GPUs if it is
-    installed. Checkpoints are the same."""
+    """Implementation of the layers: Transformer Engine's fused ones, or torch's. Default: Transformer Engine on GPUs if
+    it is installed. Checkpoints are the same."""
     recompute: Annotated[Literal["none", "selective", "full"], Flag("--recompute", after="--fp8-format")] = "none"
     """Parts of the language model that the backward pass recomputes instead of storing their activations: none, the
     recompute_modules of every layer, or whole layers."""
@@ -46,16 +46,16 @@ class ModelConfig(Section):
     """Modules that --recompute selective recomputes: mlp (saves most), core_attn (useful without fused attention), or
     both."""
     recompute_method: Annotated[Literal["uniform", "block"], Needs("model.recompute", value="full")] = "uniform"
-    """Layers that --recompute full recomputes: all, in units of recompute_num_layers (uniform), or the first
+    """Layers that --recompute full recomputes: all of them, in groups of recompute_num_layers (uniform), or the first
     recompute_num_layers of each pipeline stage (block)."""
     recompute_num_layers: Annotated[Parts, Needs("model.recompute", value="full")] = 1
-    """Layers of a unit (uniform) or of a stage (block) that --recompute full recomputes."""
+    """Number of layers per group (uniform) or per stage (block) that --recompute full recomputes."""
     recompute_vision: Literal["none", "full"] = "none"
     """The same for a trained vision tower; a frozen one stores no activations."""
     # Other batches have other lengths, and graphs have fixed shapes.
     cuda_graphs: Annotated[bool, Flag("--cuda-graphs"), Needs("data.packing")] = False
-    """Run the language model's layers as CUDA graphs, captured in the second step: faster where the host starts kernels
-    more slowly than the GPU runs them, such as for small models, adapters, and few tokens per GPU."""
+    """Run the language model's layers as CUDA graphs, captured in the second step. It helps if the GPU runs kernels
+    faster than the host can launch them: with small models, adapters, or few tokens per GPU."""
     cuda_graphs_vision: Annotated[bool, Flag("--cuda-graphs-vision"), Needs("model.cuda_graphs")] = False
     """Also run the layers of a trained tower as CUDA graphs (Qwen-VL, and with data.max_media_tokens Idefics2).
     This takes more memory; see docs/parallel.md."""
@@ -64,7 +64,7 @@ class ModelConfig(Section):
         Flag("--fused-attn", after="--no-add-class-token", value="fused"),
         Flag("--flash-attn", value="flash"),
     ] = None
-    """Attention by cuDNN's fused kernels or by the package flash-attn; not given: Transformer Engine chooses."""
+    """Attention by cuDNN's fused kernels or by the package flash-attn. Default: Transformer Engine chooses."""
     make_vocab_size_divisible_by: Size = 128
     """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
 

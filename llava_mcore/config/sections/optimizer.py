@@ -23,8 +23,8 @@ class OptimizerConfig(Section):
     lr: Annotated[float, Flag("--lr", after="--rampup-batch-size")] = Field(gt=0)
     """Peak learning rate."""
     vision_lr: float | None = Field(None, gt=0)
-    """Peak learning rate of the vision tower; not given: lr. Its schedule has the same shape, and the same ratio of
-    lowest to peak rate."""
+    """Peak learning rate of the vision tower. Default: lr. The schedule has the same shape, and the same ratio of
+    minimum to peak."""
     projection_lr: float | None = Field(None, gt=0)
     """The same for the projection."""
     min_lr: Annotated[
@@ -38,7 +38,7 @@ class OptimizerConfig(Section):
     ] = "exponential"
     """Shape of the decay at the end of WSD."""
     lr_wsd_decay_iters: Annotated[Iterations | None, Flag("--lr-wsd-decay-iters"), _WSD] = None
-    """Iterations of the decay at the end of WSD; this or lr_wsd_decay_samples is needed for it."""
+    """Iterations of the decay at the end of WSD, which needs this or lr_wsd_decay_samples."""
     lr_wsd_decay_samples: Annotated[Samples | None, Flag("--lr-wsd-decay-samples"), _WSD] = None
     """Samples of the decay at the end of WSD."""
     lr_warmup_fraction: float = Field(0.03, ge=0, lt=1)
@@ -48,28 +48,28 @@ class OptimizerConfig(Section):
     decay_norms_and_biases: Annotated[bool, Needs("optimizer.weight_decay")] = False
     """Apply weight decay to norms and biases too, not only to matrices and embeddings."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the mean of the gradients."""
+    """Decay rate of the running mean of gradients."""
     adam_beta2: Annotated[float, Flag("--adam-beta2")] = Field(0.999, ge=0, lt=1)
-    """Decay of the mean of the squared gradients."""
+    """Decay rate of the running mean of squared gradients."""
     adam_eps: float = Field(1e-8, gt=0)
     """Added to the denominator of the update."""
     muon_momentum: Annotated[float, _MUON] = Field(0.95, ge=0, lt=1)
-    """Decay of the mean of the gradients that Muon orthogonalizes."""
+    """Decay rate of the running mean of gradients that Muon orthogonalizes."""
     muon_nesterov: Annotated[bool, _MUON] = True
-    """Orthogonalize the mean moved on towards the gradient (Nesterov's momentum), not the mean itself."""
+    """Use Nesterov momentum."""
     muon_steps: Annotated[int, _MUON] = Field(5, ge=1, le=100)
-    """Newton-Schulz iterations of an update."""
+    """Newton-Schulz iterations per update."""
     muon_coefficients: Annotated[Literal["quintic", "simple", "polar_express", "cans", "aol", "deepseekv4"], _MUON] = (
         "quintic"
     )
-    """Set of the iteration's coefficients, by emerging-optimizers' names."""
+    """Coefficients of the Newton-Schulz iteration, by their names in emerging-optimizers."""
     muon_scale: Annotated[Literal["spectral", "shape_scaling", "unit_rms_norm"], _MUON] = "spectral"
-    """Factor of an update, from a matrix of n outputs and m inputs; spectral: the root of the larger one,
-    shape_scaling: the root of n / m, at least 1, unit_rms_norm: the root of n / m."""
+    """Scale of an update for a matrix of n outputs and m inputs; spectral: sqrt(max(n, m)), shape_scaling:
+    sqrt(max(1, n / m)), unit_rms_norm: sqrt(n / m)."""
     muon_scale_factor: Annotated[float, _MUON] = Field(0.2, gt=0)
-    """Second factor; 0.2 with spectral gives updates of the size of AdamW's, for the same rate and weight decay."""
+    """Another factor; 0.2 with spectral gives updates as large as AdamW's, so lr and weight decay can stay the same."""
     muon_matmul_precision: Annotated[Literal["medium", "high", "highest"], _MUON] = "medium"
-    """Precision of the iteration: bf16, TF32 or fp32."""
+    """Precision of the Newton-Schulz iteration: bf16, TF32 or fp32."""
     clip_grad: float = Field(1.0, ge=0)
     """Maximum global gradient norm; 0 turns clipping off."""
     use_precision_aware_optimizer: bool = False

@@ -29,32 +29,32 @@ class TrainingConfig(Section):
     """Iterations (optimizer steps) of the whole run, including those before a resume; required unless train_samples or
     train_epochs is given."""
     train_samples: Annotated[Samples | None, Flag("--train-samples")] = None
-    """Samples of the whole run instead of iterations: as many whole iterations as fit into them."""
+    """Length of the whole run in samples: as many whole iterations as fit into them."""
     train_epochs: Annotated[float | None, Flag("--train-epochs")] = Field(None, gt=0, le=10**6)
     """Length of the whole run in passes through the data, such as 3 or 0.5: it ends with the iteration that reads the
-    last sample of the last pass. Skipped samples count, and of packs every sample in them."""
+    last sample of the last pass. Skipped samples count, and so does every sample in a pack."""
     epoch_samples: Annotated[Samples | None, Needs("training.train_epochs")] = None
-    """Samples of a pass through the data; not given: counted at the start. Blends by weight have none and need it."""
+    """Samples of one pass through the data. Default: counted at the start. Required for weighted blends."""
     micro_batch_size: Annotated[Size, Flag("--micro-batch-size")] = 1
-    """Samples of one forward pass on one data-parallel rank."""
+    """Samples per forward pass on one data-parallel rank."""
     global_batch_size: Annotated[Size, Flag("--global-batch-size")]
-    """Samples of one iteration over all data-parallel ranks and micro-batches."""
+    """Samples per iteration, over all data-parallel ranks and micro-batches."""
     rampup_batch_size: Annotated[RampText | None, Flag("--rampup-batch-size")] = None
     """START,INCREMENT,SAMPLES: start with global batches of START samples and increase them by INCREMENT, evenly over
-    SAMPLES samples, up to the global batch size. Not given: all have that size."""
+    SAMPLES samples, up to the global batch size. Default: no ramp-up."""
     precision: Annotated[Literal["bf16", "fp16", "fp32"] | None, Flag("--precision", after="--adam-beta2")] = None
-    """Number format of weights and activations; not given: bf16 with GPUs, fp32 without."""
+    """Number format of weights and activations. Default: bf16 with GPUs, fp32 without."""
     loss_scale: Annotated[float | None, Flag("--loss-scale"), Needs("training.precision", value="fp16")] = Field(
         None, gt=0
     )
-    """Loss scale for fp16; not given: dynamic, starting at 65536."""
+    """Fixed loss scale for fp16. Default: dynamic, starting at 65536."""
     fp8: Annotated[bool, Flag("--fp8", after="--flash-attn")] = False
     """Use FP8 matrix products in the language model's layers (Transformer Engine on Hopper or newer), together with
     bf16."""
     fp8_vision: Annotated[bool, Flag("--fp8-vision"), _FP8] = False
     """Also use FP8 matrix products in the layers of a trained tower. Needs --cuda-graphs-vision."""
     fp8_recipe: Annotated[Literal["delayed", "tensorwise", "blockwise"], Flag("--fp8-recipe"), _FP8] = "delayed"
-    """How FP8 values are scaled: by the maximum of earlier steps, of this tensor, or of its blocks."""
+    """How FP8 values are scaled: by the maximum of earlier steps (delayed), of the tensor, or of its blocks."""
     fp8_format: Annotated[Literal["hybrid", "e4m3"], Flag("--fp8-format"), _FP8] = "hybrid"
     """FP8 format: e4m3 forward and e5m2 for gradients (hybrid), or e4m3 for both."""
     fp8_first_layers_bf16: Annotated[int, _FP8] = Field(0, ge=0, le=10**5)
@@ -64,7 +64,7 @@ class TrainingConfig(Section):
     seed: int = Field(1234, ge=0, le=2**53)
     """Seed of initialization, dropout and shuffling."""
     deterministic: Annotated[bool, Flag("--deterministic", after="--cuda-graphs-vision")] = False
-    """Use deterministic kernels only: equal runs give equal bits, but are slower."""
+    """Use only deterministic kernels: equal runs give equal bits, but are slower."""
 
     @property
     def ramp(self) -> Ramp | None:

@@ -12,20 +12,20 @@ _GENERATE = Needs("validation.eval_generate")
 
 
 class ValidationConfig(Section):
-    """When the loss on the validation split is measured and its questions are answered, and on how much of it."""
+    """Validation: the loss, and answers to questions."""
 
     flag_group = "validation"
 
     eval_interval: Annotated[Iterations | None, Flag("--eval-interval")] = None
-    """Iterations between two validations, besides the one after the last iteration; not given: none. Training continues
-    bitwise the same."""
+    """Iterations between validations, besides the one after the last iteration. Default: no validation. Training
+    continues bit for bit as without."""
     eval_iters: Annotated[Iterations | None, Flag("--eval-iters"), Needs("validation.eval_interval")] = None
-    """Number of global batches in a validation, always the same samples; not given: every sample once."""
+    """Number of global batches per validation, always the same samples. Default: every sample once."""
     eval_generate: Annotated[Iterations | None, Flag("--eval-generate")] = None
-    """Iterations between two rounds in which the model answers questions of the validation split, besides the one after
-    the last iteration; not given: none. Training continues bitwise the same."""
+    """Iterations between rounds in which the model answers questions from the validation split, besides the one after
+    the last iteration. Default: no such rounds. Training continues bit for bit as without."""
     eval_generate_samples: Annotated[Size, Flag("--eval-generate-samples"), _GENERATE] = 64
-    """Samples of the validation split that are asked in a round, evenly distributed and always the same."""
+    """Samples of the validation split to ask in each round, evenly distributed and always the same."""
     eval_generate_max_new_tokens: Annotated[Size, Flag("--eval-generate-max-new-tokens"), _GENERATE] = 64
     """Maximum number of tokens of an answer."""
     eval_generate_batch_size: Annotated[Size, _GENERATE] = 8

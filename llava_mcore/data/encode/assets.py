@@ -115,7 +115,7 @@ def load_assets(
     config = _load_config(folders[-1], errors)
     tokenizer = _open_tokenizer(hf_dir, {"image_token": image_token_id, "pad_token": pad_token_id}, errors)
     # What depends on the tokenizer or the class is skipped where that could not be loaded.
-    choice = _choose_template(tokenizer, folders, chat_template, lang, errors)
+    choice = _choose_template(tokenizer, folders, config, chat_template, lang, errors)
     processors = load_processors(folders, config, tokenizer, pixels, video_pixels, errors)
     plan = None if config is None else media_plan(folders, config, tokenizer, processors, errors)
     preprocessor = media_preprocessor(processors, config, plan, limits, errors)
@@ -192,14 +192,17 @@ def _refused(
 def _choose_template(
     tokenizer: PreTrainedTokenizerBase | None,
     folders: list[Path],
+    config: PretrainedConfig | None,
     chat_template: str | None,
     lang: Lang | None,
     errors: list[str],
 ) -> TemplateChoice | None:
     if tokenizer is None:
         return None
+    architecture = None if config is None else architecture_of(config)
+    written = {"image_token": architecture.placeholder(tokenizer)} if architecture and architecture.takes_images else {}
     try:
-        return choose_template(tokenizer, folders, chat_template=chat_template, lang=lang)
+        return choose_template(tokenizer, folders, chat_template=chat_template, lang=lang, **written)
     except LlavaMcoreError as error:
         errors.append(str(error))
         return None

@@ -10,10 +10,10 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from llava_mcore.errors import CheckpointError, DataError
+from llava_mcore.errors import CheckpointError, ConversionError, DataError
 from llava_mcore.files.regular import read_object
 from llava_mcore.templates.bounded import check_bounds
-from llava_mcore.templates.content_parts import accept_parts
+from llava_mcore.templates.content_parts import OWN_TEMPLATE, PLACEHOLDERS, accept_parts
 from llava_mcore.templates.named import BY_LANG, NAMES, is_name, missing_tokens, named_template, read_file
 
 logger = logging.getLogger(__name__)
@@ -32,37 +32,51 @@ class TemplateChoice:
 
 
 def choose_template(
-    tokenizer: PreTrainedTokenizerBase, folders: list[Path], *, chat_template: str | None, lang: Lang | None
+    tokenizer: PreTrainedTokenizerBase,
+    folders: list[Path],
+    *,
+    chat_template: str | None,
+    lang: Lang | None,
+    image_token: str = PLACEHOLDERS["image"],
 ) -> TemplateChoice:
     """Return the requested template, else that of the first folder that has one, else that of the language.
 
     Args:
         folders: the tokenizer's own folder first.
         chat_template: a name or a file.
+        image_token: the class's placeholder of an image.
 
     Raises:
         ConfigError: unknown name, unreadable file, or a tokenizer that cannot spell the format's tokens.
-        ConversionError: the file's template cannot render a question and its answer.
+        ConversionError: the template cannot render a question about an image and its answer.
         DataError: no template is given.
     """
     if chat_template is not None and not is_name(chat_template):
-        text = accept_parts(tokenizer, read_file(chat_template), chat_template)
+        text = accept_parts(tokenizer, read_file(chat_template), chat_template, image_token=image_token)
         return TemplateChoice(text, f"{chat_template} (--chat-template)", lang or "en")
     if chat_template is not None:
-        return _named(tokenizer, chat_template, "--chat-template", lang)
+        return _named(tokenizer, chat_template, "--chat-template", lang, image_token)
     own_template = _own_template(tokenizer, folders)
     if own_template is not None:
         check_bounds(own_template[0], str(own_template[1]))
         return TemplateChoice(own_template[0], str(own_template[1]), lang or "en")
     if lang is not None:
-        return _named(tokenizer, BY_LANG[lang], f"--lang {lang}, as the tokenizer has none", lang)
+        reason = f"--lang {lang}, as the tokenizer has none"
+        return _named(tokenizer, BY_LANG[lang], reason, lang, image_token)
     raise DataError(
         f"no chat template in {folders[0]}: choose one with --chat-template ({', '.join(NAMES)}, or a .jinja file) or "
         "--lang (jp, en), or put a chat_template.jinja there"
     )
 
 
-def _named(tokenizer: PreTrainedTokenizerBase, name: str, reason: str, lang: Lang | None) -> TemplateChoice:
+def _named(
+    tokenizer: PreTrainedTokenizerBase, name: str, reason: str, lang: Lang | None, image_token: str
+) -> TemplateChoice:
+    if image_token != PLACEHOLDERS["image"]:
+        raise ConversionError(
+            f"chat template {name} ({reason}) writes {PLACEHOLDERS['image']} for an image, and the model's placeholder "
+            f"is {image_token}. {OWN_TEMPLATE}"
+        )
     text = named_template(name, tokenizer)
     spelt = missing_tokens(name, tokenizer)
     if spelt:

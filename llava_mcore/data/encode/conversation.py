@@ -16,13 +16,13 @@ from llava_mcore.data.encode.messages import (
     complete,
     is_call_role,
     role_of,
-    tools_of,
     turn_of,
 )
 from llava_mcore.data.encode.prompts import POOL_KEY
 from llava_mcore.data.encode.record_keys import CHOSEN, REJECTED, ROW, TURN, is_full, majority
 from llava_mcore.data.encode.sample_media import SampleMedia, media_of
 from llava_mcore.data.encode.tokens import TOKENS_KEY
+from llava_mcore.data.encode.tools import tools_of
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, ChatSample, Conversation, Turn
 from llava_mcore.data.storage.tar_files import NoContents
 from llava_mcore.errors import DataError

@@ -5,7 +5,6 @@ A message is `{"role": …, "content": text}` with whatever `record_keys.TURN` h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,12 +15,13 @@ from llava_mcore.data.encode.record_keys import (
     NEGATED_LOSS_KEYS,
     REASONING_KEYS,
     SYSTEM_KEYS,
-    TOOLS_KEYS,
     DifferingError,
     NothingTrainedError,
+    decoded,
     full_value,
     is_full,
 )
+from llava_mcore.data.encode.tools import calls_of, tool_calls, tools_of, without_filling
 from llava_mcore.data.samples import Turn
 from llava_mcore.errors import DataError
 
@@ -48,16 +48,6 @@ def role_of(name: Any) -> Role | None:
 def is_call_role(name: str) -> bool:
     """Return whether a turn of this role contains the JSON of function calls."""
     return name.strip().lower() in CALLS
-
-
-def decoded(value: Any) -> Any:
-    """Return a list or object that was stored as JSON text; everything else is unchanged."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
 
 
 # -- what is trained -------------------------------------------------------------------------------------------------
@@ -118,7 +108,7 @@ def turn_of(message: Mapping[str, Any], role: Role, text: str, where: str, *, is
     is_call: the text is the JSON of the functions that are called.
     """
     fields: dict[str, Any] = {}
-    calls = _calls(decoded(text), where) if is_call else _tool_calls(message, where)
+    calls = calls_of(decoded(text), where) if is_call else tool_calls(message, where)
     if calls:
         fields["tool_calls"] = calls
     for key in ("tool_call_id", "name"):
@@ -174,40 +164,7 @@ def merged(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     return tuple(result)
 
 
-def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    calls = decoded(message.get("tool_calls"))
-    if is_full(message.get("function_call")):
-        calls = [*calls, message["function_call"]] if is_full(calls) else message["function_call"]
-    return _calls(decoded(calls), where) if is_full(calls) else []
-
-
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return calls of functions as chat templates expect them, with their arguments as objects."""
-    listed = calls if isinstance(calls, (list, tuple)) else [calls]
-    result = []
-    for call in listed:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f'{where}: a call must be {{"name": …, "arguments": {{…}}}}, found {call!r:.80}')
-        arguments = decoded(function.get("arguments"))
-        about = {"name": function["name"], "arguments": {} if arguments is None else arguments}
-        call_id = {"id": call["id"]} if is_full(call.get("id")) else {}
-        result.append({"type": "function", **call_id, "function": about})
-    return result
-
-
 # -- what stands beside the messages ---------------------------------------------------------------------------------
-
-
-def tools_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the functions that the assistant may call, each as {"type": "function", "function": …}."""
-    tools = decoded(full_value(row, TOOLS_KEYS))
-    if not is_full(tools):
-        return ()
-    listed = [decoded(tool) for tool in tools] if isinstance(tools, (list, tuple)) else [tools]
-    if not all(isinstance(tool, Mapping) and is_full(tool) for tool in listed):
-        raise DataError(f"`tools` must be a list of functions, or its JSON; found {tools!r:.80}")
-    return tuple(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in listed)
 
 
 def complete(turns: Sequence[Turn], row: Mapping[str, Any]) -> tuple[Turn, ...]:
@@ -216,6 +173,7 @@ def complete(turns: Sequence[Turn], row: Mapping[str, Any]) -> tuple[Turn, ...]:
     DataError if the row contradicts itself, NothingTrainedError if no answer is to be trained.
     """
     said = said_to_train(row, "the row")
+    turns = without_filling(turns, tools_of(row))
     listed = merged(with_losses(turns, said, "the loss mask of the row"))
     result = with_surroundings(listed, row)
     if said is False:

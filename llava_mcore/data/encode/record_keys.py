@@ -6,6 +6,7 @@ so that nothing in a user's data is dropped without a word.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ TURN_LISTS = ("conversations", "messages")
 CHOSEN, REJECTED = "chosen", "rejected"
 PAIR = (CHOSEN, REJECTED)
 """Answers to one question of which the first is preferred."""
+REJECTED_KEYS = ("rejected_response", "rejected_messages")
+"""Fields with the rejected answer of a row that has the chosen one as any other row has its answer."""
+REJECTED_IMAGES = "rejected_images"
 OBJECTS_KEY, HISTORY_KEY, INPUT_KEY = "objects", "history", "input"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 SIZE_KEYS = ("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels")
@@ -57,6 +61,8 @@ class RefusedKey:
 
     why: str
     neutral: tuple[Any, ...] = ()
+    only: tuple[Any, ...] = ()
+    """If given, only these values make a row unusable. With others, the key is reported as not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +84,15 @@ class KeyTable:
 
     def unused(self, record: Mapping[str, Any], honored: Collection[str] = ()) -> list[str]:
         """Return the names of full keys that nothing reads. honored: keys that are read although not in the table."""
-        known = self.honored | self.refused.keys() | self.ignored
+        known = self.honored | {key for key, refused in self.refused.items() if not refused.only} | self.ignored
         names = (str(key) for key, value in record.items() if is_full(value))
         return [f"`{name:.60}`{self.level}" for name in names if name not in known and name not in honored]
 
     def _matters(self, key: str, value: Any) -> bool:
-        return is_full(value) and not any(value is x or value == x for x in self.refused[key].neutral)
+        refused = self.refused[key]
+        if refused.only:
+            return any(value is x for x in refused.only)
+        return is_full(value) and not any(value is x or value == x for x in refused.neutral)
 
 
 _OF_ROW = RefusedKey("write it beside the reference to the image or video that it is for")
@@ -101,6 +110,7 @@ ROW = KeyTable(
         "chat_template_kwargs": RefusedKey("arguments of the chat template are not supported"),
         "documents": RefusedKey("documents for the chat template are not supported"),
         "kto_tag": RefusedKey("an answer that must not be learned", (True,)),
+        "label": RefusedKey("an answer that must not be learned", only=(False,)),
     },
     ignored=frozenset(
         (
@@ -195,3 +205,13 @@ def _answer_text(answer: Any) -> Any:
     if isinstance(answer, Mapping):
         return next((answer[key] for key in TEXT_KEYS if answer.get(key) is not None), None)
     return answer
+
+
+def decoded(value: Any) -> Any:
+    """Return a list or object that was stored as JSON text; everything else is unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value

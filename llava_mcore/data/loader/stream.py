@@ -190,6 +190,7 @@ class Stream:
     def _fill(self, packing: Packing) -> None:
         """Let as many samples wait as the buffer holds, or as there are."""
         num_tokens = sum(entry.num_tokens for entry in self._waiting)
+        failed_packs = self._num_in_a_row, self._num_broken
         while not is_filled(len(self._waiting), num_tokens, packing.buffer_size, packing.capacity):
             choice = self._order.next(self._progress())
             if choice is None:
@@ -201,6 +202,8 @@ class Stream:
                 sizes = (sample.num_tokens, sample.num_patches, len(sample.conversations))
                 self._waiting.append(Waiting(choice, *sizes))
                 num_tokens += sample.num_tokens
+                # Those before it are not in a row with those after it. Whether its media can be decoded is not known.
+                self._num_in_a_row, self._num_broken = failed_packs
 
     def _take_pack(self, packing: Packing) -> list[Waiting]:
         """Remove the samples of the next pack from those that wait, and return them."""

@@ -44,11 +44,30 @@ def rows_of(
 def _as_rows(batch: pa.RecordBatch, most_bytes: int) -> Iterator[dict[str, Any] | BadSample]:
     """Yield rows as dictionaries; rows with too many bytes as the reason to skip them."""
     if batch.nbytes <= most_bytes:
-        yield from batch.to_pylist()
+        yield from map(_without_filling, batch.to_pylist())
         return
     for index in range(batch.num_rows):
         row = batch.slice(index, 1)
-        yield too_large("a row", most_bytes) if row.nbytes > most_bytes else row.to_pylist()[0]
+        too_many = row.nbytes > most_bytes
+        yield too_large("a row", most_bytes) if too_many else _without_filling(row.to_pylist()[0])
+
+
+def _without_filling(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose objects have only the fields that were written.
+
+    A column has one type, so every object in it has the fields of all: a call of `weather(city)` also gets the
+    arguments of `search`, as null.
+    """
+    return {key: _written(value) for key, value in row.items()}
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _written(item) for key, item in value.items() if item is not None}
+    # Long lists, such as the samples of an audio clip, are of numbers.
+    if isinstance(value, list) and isinstance(next((x for x in value if x is not None), None), (dict, list)):
+        return [_written(item) for item in value]
+    return value
 
 
 def guarded[T](path: Path | RemoteFile, batches: Iterator[T]) -> Iterator[T]:

@@ -120,7 +120,10 @@ def test_a_tied_embedding_is_not_trained_apart(tmp_path: Path) -> None:
         ({"model.freeze_vision_model": False}, "with an adapter the model is frozen"),
         ({"model.unfreeze": "*.bias"}, "name what to train in full with --lora-modules-to-save"),
         ({"checkpoint.init": True, "checkpoint.load": None}, "--init makes a random model"),
-        ({"adapter.quantize": "nf4", "training.fp8": True}, "--lora-quantize nf4 restores matrices in half precision"),
+        (
+            {"adapter.quantize": "nf4", "training.fp8": True},
+            "--lora-quantize nf4 dequantizes matrices to half precision",
+        ),
         (
             {"adapter.quantize": "fp8", "training.fp8": True, "training.fp8_recipe": "blockwise"},
             "--lora-quantize fp8 has one scale per matrix",

@@ -56,6 +56,7 @@ def test_layouts_that_fit(good: list[str], changes: list[str], on_gpus: bool) ->
         ),
         (["data.seq_length=2050"], "--seq-length 2050 must be a multiple of 16 with --cp 2: change it"),
         (["data.sample_multiple=6"], "data.sample_multiple 6 is not a multiple of 4 = 2 x --cp 2"),
+        (["data.sample_multiple=48"], "--seq-length 2048 is not a multiple of data.sample_multiple 48"),
         ([f"{COMM_TYPE}=a2a+p2p", "parallel.cp_a2a_size=2"], "--cp 2 cannot be divided into groups of neighbors"),
         (
             [f"{CP}=4", f"{COMM_TYPE}=a2a+p2p"],
@@ -66,7 +67,7 @@ def test_layouts_that_fit(good: list[str], changes: list[str], on_gpus: bool) ->
             "--cp-comm-type a2a+p2p does not work with --cp-a2a-size 3: of --cp 4 processes, 2",
         ),
         ([LAYERS, f"{COMM_TYPE}=p2p"], "--cp-comm-type chooses how Transformer Engine's attention exchanges tokens"),
-        (["training.precision=fp32"], "Transformer Engine's attention of divided tokens is for half precision"),
+        (["training.precision=fp32"], "with divided tokens, Transformer Engine's attention needs half precision"),
         (
             ["data.packing=false", "model.attention_backend=flash"],
             "--cp 2: --flash-attn divides the tokens of packed samples only: add --packing",

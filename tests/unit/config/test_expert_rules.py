@@ -56,7 +56,7 @@ def test_layouts_that_fit(good: list[str], changes: list[str]) -> None:
         ([f"{EP}=1", f"{ETP}=4"], "--etp 4 does not divide --tp 2"),
         (["parallel.sequence_parallel=false"], "train at --tp 2 or more with --sequence-parallel only"),
         (["parallel.use_distributed_optimizer=false"], "needs the distributed optimizer: add --dist-optim"),
-        (["training.precision=fp16"], "excludes the adapting loss scale of --precision fp16"),
+        (["training.precision=fp16"], "does not work with fp16's dynamic loss scale"),
         (["adapter.expert_r=8", "adapter.dora=true"], "--lora-dora does not work with adapter.expert_r"),
         (["adapter.expert_r=8", "adapter.dropout=0.1"], "--lora-dropout does not work with adapter.expert_r"),
         (["adapter.r=8", "adapter.quantize=nf4", f"{EP}=2", f"{ETP}=2"], "--lora-quantize quantizes whole experts"),
@@ -94,6 +94,6 @@ def test_flags_for_a_model_without_experts(good: list[str]) -> None:
     run = load_run_config(None, [*good, "router.aux_loss_coef=0.1", "adapter.expert_r=4"])
     assert check_run(run, DIMS, world_size=8, device_available=False) == [
         "--ep 4: the model has no mixtures of experts to divide: omit it",
-        "router.aux_loss_coef: the model has no mixtures of experts, so no router: omit that",
+        "router.aux_loss_coef: the model has no mixtures of experts, so no router: omit it",
         "adapter.expert_r: the model has no mixtures of experts: omit it",
     ]

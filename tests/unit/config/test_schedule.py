@@ -111,6 +111,15 @@ def test_a_resume_says_how_it_changes_the_rate_and_what_keeps_it() -> None:
     assert other.endswith("--lr 0.1 optimizer.vision_lr=0.1 without optimizer.min_lr")
 
 
+def test_a_resume_takes_the_samples_of_a_saved_schedule_and_its_own_settings() -> None:
+    optimizer: Any = SimpleNamespace(param_groups=[{"max_lr": 1.0, "min_lr": 0.1}])
+    saved, longer = (build_scheduler(run_of(*WARM[1:], f"training.train_iters={n}"), optimizer) for n in (10, 20))
+    saved.step(increment=24)
+    longer.load_state_dict(saved.state_dict())
+    assert (longer.num_steps, longer.lr_warmup_steps, longer.lr_decay_steps) == (24, 32, 160)
+    assert longer.get_lr({"max_lr": 1.0, "min_lr": 0.1}) == 24 / 32
+
+
 def test_the_schedule_counts_samples_under_a_ramp() -> None:
     """8 iterations of 4 samples and 4 of 8: in samples, the second half begins with the ninth."""
     run = run_of("training.train_samples=69", "training.rampup_batch_size=4 4 32", "optimizer.lr_decay_style=linear")
@@ -124,7 +133,7 @@ def test_the_schedule_counts_samples_under_a_ramp() -> None:
     ("keys", "expected"),
     [
         (["training.train_samples=80", "training.train_iters=3"], "--train-iters and --train-samples both set"),
-        (["training.train_samples=7"], "--train-samples 7 are less than the first batch, 8"),
+        (["training.train_samples=7"], "--train-samples 7 is less than the first batch, 8"),
         (["training.train_iters=9", "training.rampup_batch_size=3,2,9"], "steps of 2 from 3 on do not reach"),
         (["training.train_iters=9", "training.rampup_batch_size=8,2,9"], "steps of 2 from 8 on do not reach"),
         (["training.train_iters=9", "optimizer.lr_decay_style=WSD"], "WSD needs the length of its decay"),
@@ -133,6 +142,10 @@ def test_the_schedule_counts_samples_under_a_ramp() -> None:
         (
             ["training.train_iters=9", "optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_iters=10"],
             "--lr-wsd-decay-iters 10: the decay is longer than the 72 samples after the warm-up (9 iterations in all)",
+        ),
+        (
+            ["training.train_iters=9", "optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_iters=9", WARM[1]],
+            "--lr-wsd-decay-iters 9: the decay is longer than the 56 samples after the warm-up (9 iterations in all)",
         ),
     ],
 )

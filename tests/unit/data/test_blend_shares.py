@@ -85,7 +85,9 @@ def test_weights_change_over_tokens(root: Path, assets: Assets) -> None:
         assert all(int(key) < 500 for key in batch.sample_keys)
         tokens += batch.num_tokens
     take(loader, 16)
+    resumed = open_loader(path, assets, saved=[loader.state()], **OPTIONS)
     assert share_of_two(loader, 40) == pytest.approx(0.5, abs=0.1)
+    assert share_of_two(resumed, 40) == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize("packing", [False, True])

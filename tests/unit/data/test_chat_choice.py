@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llava_mcore.build.chat_template import choose_template as build_template
+from llava_mcore.build.tiny.classes import write_tiny
 from llava_mcore.config.flags import parse_command_line
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.encode.prompts import POOLS, choose_prompt
@@ -66,6 +68,27 @@ def test_the_language_picks_where_there_is_none(
 def test_without_any_choice_the_ways_out_are_named(without: Path) -> None:
     with pytest.raises(DataError, match=r"--chat-template .*mistral.* or --lang .*chat_template\.jinja"):
         load_assets(without)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "mllama"])
+def test_a_file_for_a_class_with_another_placeholder(kind: str, tmp_path: Path) -> None:
+    """A changed copy of the folder's own template is used as it is. What writes <image> is refused with the way out."""
+    folder = tmp_path / "hf"
+    write_tiny(kind, folder, 0)
+    own = (folder / "chat_template.jinja").read_text()
+    for name, text in (("own", own), ("changed", "Short. " + own), ("strings", PLAIN_ONLY)):
+        (tmp_path / f"{name}.jinja").write_text(text)
+    plain, same, changed = (
+        load_assets(folder, chat_template=name and str(tmp_path / f"{name}.jinja")).chat
+        for name in (None, "own", "changed")
+    )
+    asked = [Turn("user", "<image>Hi"), Turn("assistant", "Yes.")]
+    assert same.template == plain.template and changed.render(asked) == "Short. " + plain.render(asked)
+    token = "<|image_pad|>" if kind == "qwen2_5_vl" else "<|image|>"
+    assert plain.render(asked).count(token) == 1
+    for choice in ("chatml", str(tmp_path / "strings.jinja")):
+        with pytest.raises(DataError, match=re.escape(token) + r".*\. Omit --chat-template for the folder's own"):
+            load_assets(folder, chat_template=choice)
 
 
 def test_a_name_goes_before_the_tokenizers_own(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

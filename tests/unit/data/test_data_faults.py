@@ -19,6 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import DataError
+from llava_mcore.training import fetch
 from llava_mcore.training.fetch import SkipBudget
 from tests.helpers.batches import FakeBatch
 from tests.unit.data.test_data_loader import check_batch, open_loader, take
@@ -149,6 +150,25 @@ def test_nothing_but_broken_samples(assets: Assets, tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_broken_samples_between_good_ones_are_not_in_a_row(assets: Assets, tmp_path: Path, packing: bool) -> None:
+    """More than 100 of them while a buffer of 64 fills, and over several batches; max_skip_rate limits them."""
+    write_shard(tmp_path / "000000.tar", (vqa_sample(n, **({} if n % 4 == 3 else {"txt": " "})) for n in range(8)))
+    prepare(tmp_path)
+    loader = open_loader(
+        tmp_path, assets, shuffle=0, num_streams=1, micro_batch_size=1, packing=packing, packing_buffer_size=64
+    )
+    num_skipped = sum(len(batch.skipped) for batch in take(loader, 1 if packing else 40))
+    assert num_skipped > 100
+
+
+def test_packs_whose_images_cannot_be_decoded_end_the_reading(assets: Assets, tmp_path: Path) -> None:
+    write_shard(tmp_path / "000000.tar", (vqa_sample(n, jpg=b"no image") for n in range(4)))
+    prepare(tmp_path)
+    with pytest.raises(DataError, match=r"10\d samples in a row cannot be used.*(?s:.*)the image cannot be decoded"):
+        next(open_loader(tmp_path, assets, shuffle=0, num_streams=1, packing=True, packing_buffer_size=3))
+
+
 def test_fault_of_the_program_is_not_taken_for_bad_data(
     dataset: Path, assets: Assets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,3 +266,14 @@ def test_a_sample_that_is_left_out_in_every_epoch_is_told_once() -> None:
     budget = SkipBudget(0.01)
     budget.report([batch, replace(batch, skipped=skips[:1])])
     assert list(budget.last) == ["shard 1, sample 5: no question", "shard 0, sample 3: no image"]
+
+
+def test_the_rate_of_skips_is_that_of_at_least_a_thousand_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "agree", lambda groups, problem: [])
+    groups: Any = None
+    budget = SkipBudget(0.01)
+    for used, skipped in ((0, 10), (990, 10), (9900, 100)):
+        budget.check(groups, used, skipped)
+    for used, skipped in ((0, 11), (9898, 100)):
+        with pytest.raises(DataError, match=rf"{skipped} of {used + skipped} samples could not be used"):
+            budget.check(groups, used, skipped)

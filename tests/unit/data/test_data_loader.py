@@ -361,13 +361,20 @@ def test_state_of_another_loader_is_refused(dataset: Path, assets: Assets, tmp_p
     half = open_loader(dataset, assets, dp_size=2).state()
     with pytest.raises(DataError, match=r"incomplete: streams \[1, 3, 5, "):
         open_loader(dataset, assets, saved=[half])
-    state["streams"][0] = {"order": {"counts": [1, 2], "credits": [0.0, 0.0]}, "waiting": [], "num_batches": 1}
+    order = {"counts": [1, 2], "credits": [0.0, 0.0]}
+    state["streams"][0] = {"order": order, "waiting": [], "num_batches": 1, "num_tokens": 9, "num_iterations": 1.0}
     for version in (1, 2, 3, 4):
         with pytest.raises(DataError, match=rf"format {version}\), which read the samples in another order.* --name "):
             open_loader(dataset, assets, saved=[{"format": version}])
-    for wrong in ([], [{}], [{"format": 0}], [state]):
-        with pytest.raises(DataError, match=r"not a position in the data|cannot be restored"):
+    for wrong in ([], [{}], [{"format": 0}]):
+        with pytest.raises(DataError, match="not a position in the data"):
             open_loader(dataset, assets, saved=wrong)
+    with pytest.raises(DataError, match=r"cannot be restored: .*a position of 2 datasets, but there are 1"):
+        open_loader(dataset, assets, saved=[state])
+    del state["streams"][0]["num_tokens"]
+    state["streams"][0]["order"] = {"counts": [1], "credits": [0.0]}
+    with pytest.raises(DataError, match=r"cannot be restored: KeyError\('num_tokens'\)"):
+        open_loader(dataset, assets, saved=[state])
 
 
 def test_one_sample_is_enough(assets: Assets, tmp_path: Path) -> None:

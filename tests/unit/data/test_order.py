@@ -55,6 +55,11 @@ def test_the_order_is_fixed_for_good() -> None:
     assert shuffled(8, 5).tolist() == SHUFFLED
     order = DatasetOrder(1000, 128, seed_of(1234, 0))
     assert [order.at(n) for n in (0, 1, 999, 1000, 10**9)] == PLACES
+    # So is the blend: datasets of one size have orders of their own, and streams begin at different datasets.
+    shares = [Share(name, 100, Schedule.constant(weight)) for name, weight in (("a", 1), ("b", 2), ("c", 1))]
+    blend = Mixture.of(shares, window=50, num_streams=4, seed=7)
+    choices = [[(x.dataset, x.sample) for x in stream[:3]] for stream in drawn(blend, 3)[1:3]]
+    assert choices == [[(1, 80), (0, 28), (1, 71)], [(1, 78), (2, 76), (0, 9)]]
 
 
 def test_sorted_data_is_mixed_and_a_window_comes_from_few_places() -> None:

@@ -35,7 +35,7 @@ def test_every_sample_is_in_one_pack_that_it_fits_into(lengths: list[int]) -> No
     packs = best_fit(lengths, 100)
     assert sorted(i for p in packs for i in p) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in p) <= 100 for p in packs)
-    assert packs == best_fit(lengths, 100)
+    assert packs == best_fit(lengths, 100) == sorted(packs), "in the order of their first samples"
 
 
 def test_too_long_for_a_pack() -> None:
@@ -63,6 +63,17 @@ def test_a_pack_keeps_to_both_budgets(samples: list[tuple[int, int]], capacity: 
         if total <= capacity and sum(patches[i] for i in pack) <= most:
             best = max(best, total)
     assert sum(lengths[i] for i in found) == best
+
+
+@pytest.mark.parametrize(("capacity", "most", "count"), [(4000, 1000, 7), (40_000, 50, 1), (1000, 400, 50)])
+def test_budgets_that_are_counted_in_steps_are_kept(capacity: int, most: int, count: int) -> None:
+    """What is rounded for the search never makes a pack too large: lengths of long packs, patches, and many samples."""
+    draw = random.Random(5)
+    lengths = [draw.randint(1, capacity // 40) for _ in range(300)]
+    patches = [draw.randint(count // 2, count) for _ in lengths]
+    pack = fullest_pack(lengths, capacity, PatchBudget(patches, most))
+    assert sum(lengths[i] for i in pack) <= capacity and sum(patches[i] for i in pack) <= most
+    assert sum(lengths[i] for i in pack) > 0.9 * capacity or sum(patches[i] for i in pack) > 0.7 * most
 
 
 def test_more_patches_than_a_pack_may_have() -> None:
@@ -113,6 +124,7 @@ def test_padding_shifts_labels_and_places_pictures() -> None:
     assert batch.media["feature_positions"].tolist() == [5, 6]
     assert batch.media["pixel_values"].shape == (1, 3, 2, 2)
     assert batch.sample_keys == ["k3", "k5"] and batch.num_tokens == 8 and not batch.cu_seqlens.numel()
+    assert batch.num_pairs == 1 + 2 + 3 + (1 + 2 + 3 + 4 + 5)
 
 
 def test_packing_begins_anew_with_every_conversation() -> None:
@@ -195,6 +207,13 @@ def test_lengths_are_rounded_up_in_a_packs_budget() -> None:
     # Of several conversations only their sum is known: 3 x 3 tokens take 24.
     assert packing.room(9, 3) >= 24
     assert Packing(8, capacity=64).room(9, 3) == 9
+    assert packing.room(60, 9) == 64, "no more than a pack"
+    # In predictions as well: eight samples of five tokens, in a pack of 64.
+    assert online_fill([5] * 40, 64, 8, multiple=8) == 40 / 64
+
+
+def test_a_buffer_is_filled_by_samples_and_by_tokens() -> None:
+    assert is_filled(8, 100, 8, 80) and not is_filled(7, 1000, 8, 80) and not is_filled(100, 99, 8, 80)
 
 
 @given(

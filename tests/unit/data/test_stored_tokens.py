@@ -6,6 +6,7 @@ import json
 import logging
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from llava_mcore.data.encode.tokens import (
     TOKENS_KEY,
     TextTokens,
     digest_of,
+    expand,
     from_json,
     is_by,
     to_json,
@@ -32,6 +34,7 @@ from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
 from llava_mcore.prepare.shard_plan import Counting, Options
 from tests.helpers.bad_data_makers import index, write_tar
+from tests.helpers.encoding import tokens_of_a_picture
 from tests.helpers.prepare_cases import chat_cases, make, write_sharegpt
 from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.unit.data.test_data_loader import assert_equal, open_loader, take
@@ -50,6 +53,21 @@ def data(tmp_path_factory: pytest.TempPathFactory, hf: Path) -> Path:
     make(source, folder / "stored", Options(8, counting=Counting(hf)))
     make(source, folder / "packs", Options(8, counting=Counting(hf), pack_to=256))
     return folder
+
+
+def test_whatever_the_tokens_depend_on_changes_the_digest() -> None:
+    """Else the stored tokens and mask of another conversation would be trained on."""
+    question, answer = Turn("user", "a"), Turn("assistant", "b")
+    others = [{"role": "tool"}, {"text": "c"}, {"trained": False}, {"reasoning": "r"}, {"fields": {"name": "n"}}]
+    changed = [[question, replace(answer, **one)] for one in others]
+    digests = {digest_of([question, answer]), digest_of([question, answer], [{"name": "f"}]), *map(digest_of, changed)}
+    assert len(digests) == 2 + len(others)
+
+
+def test_tokens_of_media_are_never_trained() -> None:
+    text = TextTokens(np.array([5, 4, 6]), np.ones(3, np.bool_))
+    found = expand(text, [4], [tokens_of_a_picture(4, 2)])
+    assert (found.input_ids.tolist(), found.trained.tolist()) == ([5, 4, 4, 6], [True, False, False, True])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.booleans())))

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, IMAGE_FIELDS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.image_tokens import insert_features
-from llava_mcore.parallel.batch import MicroBatch
-from llava_mcore.parallel.context import across_nodes, cut, gathered_rows, local_tokens, place_of, uncuttable
+from llava_mcore.parallel.batch import MicroBatch, num_trained, pad_to
+from llava_mcore.parallel.context import (
+    DividedRow,
+    across_nodes,
+    cut,
+    gathered_rows,
+    local_tokens,
+    place_of,
+    uncuttable,
+)
 
 
 def batch_of(bounds: list[int], *, rows: int = 1) -> MicroBatch:
@@ -68,6 +78,27 @@ def test_ranks_have_the_same_number_of_pairs_and_gathered_tokens_find_their_plac
     assert torch.equal(gathered, torch.arange(bounds[-1]))
     starts = torch.cat([torch.full((b - a,), a) for a, b in pairwise(bounds)])
     assert len({int((tokens - starts[tokens]).sum()) for tokens in local}) == 1, "the earlier tokens that are seen"
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_rank_takes_its_part_of_a_gathered_row(cp: int) -> None:
+    bounds = [0, 8, 32, 48]
+    rows, x = gathered_rows(torch.tensor(bounds), 48, cp), torch.randn(48, 3)
+    for rank in range(cp):
+        group: Any = SimpleNamespace(size=lambda: cp, rank=lambda rank=rank: rank)
+        assert torch.equal(DividedRow(rows, group).local_part(x), x[local_tokens(bounds, cp, rank)])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padding_is_a_sequence_of_its_own_and_moves_no_feature(rows: int) -> None:
+    batch = batch_of([0, 8, 16], rows=rows)
+    padded = pad_to(batch, 24, IMAGE_FIELDS)
+    assert torch.equal(padded.input_ids[:, :16], batch.input_ids) and not padded.input_ids[:, 16:].any()
+    assert torch.equal(padded.dataset_ids[:, :16], batch.dataset_ids) and padded.position_ids.shape[-1] == 24
+    assert num_trained(padded) == num_trained(batch) == batch.loss_mask.sum() < batch.loss_mask.numel()
+    assert padded.cu_seqlens.tolist() == ([0, 8, 16, 24] if rows == 1 else [])
+    before, now = (x.input_ids.flatten()[x.media[FEATURE_POSITIONS]] for x in (batch, padded))
+    assert torch.equal(now, before)
 
 
 @pytest.mark.parametrize("cp", [2, 4])

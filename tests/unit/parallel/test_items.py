@@ -37,6 +37,7 @@ def test_every_item_has_one_rank_and_no_rank_has_much_more(costs: list[int], num
 def test_equal_items_are_divided_evenly() -> None:
     assert sorted(map(len, divide([1] * 10, 4))) == [2, 2, 3, 3]
     assert divide([5], 3) == [[0], [], []]
+    assert sorted(divide([1, 1, 4, 1, 1], 2)) == [[0, 1, 3, 4], [2]], "the most expensive ones first"
 
 
 def test_windows_of_pictures() -> None:
@@ -47,7 +48,9 @@ def test_windows_of_pictures() -> None:
 
 def test_fields_of_some_items() -> None:
     """Chosen items keep their rows, and fields that number places are numbered again."""
-    items = Items([2, 1, 3], [2, 1, 3], {"a": [2, 1, 3], "b": [1, 2, 2]}, numbering=frozenset({"b"}))
+    rows = {"a": [2, 1, 3], "b": [1, 2, 2]}
+    items = Items([2, 1, 3], [2, 1, 3], rows, numbering=frozenset({"b"}), lengths=[4, 9, 7])
+    assert items.longest([0, 2]) == 7 and items.longest([]) == Items([2], [2], {}).longest([0]) == 0
     media = {"a": torch.arange(6), "b": torch.tensor([0, 2, 1, 4, 3]), "c": torch.zeros(2)}
     found = items.of(media, [0, 2])
     assert found["a"].tolist() == [0, 1, 3, 4, 5] and found["b"].tolist() == [0, 2, 1] and found["c"] is media["c"]

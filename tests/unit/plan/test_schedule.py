@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.schedule import Span, order, simulate, step_seconds
 
 
@@ -37,6 +38,19 @@ def test_every_pass_runs_once_after_what_it_needs(pp: int, virtual: int) -> None
 def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
     warm_up = [kind for kind, *_ in order(0, 4, 16)][:5]
     assert warm_up == ["forward"] * 4 + ["backward"]
+
+
+@pytest.mark.parametrize(("virtual", "micro_batches"), [(1, 16), (1, 2), (2, 16), (4, 8)])
+def test_memory_counts_the_passes_that_wait_for_their_backward_pass(virtual: int, micro_batches: int) -> None:
+    """Those of megatron-core's order, in which interleaved stages begin with twice as many per later stage."""
+    layout = RunLayout(4, 1, 4, (8,) * 4, 1, micro_batches, virtual=virtual)
+    for stage in range(4):
+        kinds = [kind for kind, *_ in order(stage, 4, micro_batches, virtual)]
+        first = kinds.index("backward")
+        assert first == min(
+            4 - stage if virtual == 1 else 2 * (3 - stage) + 4 * (virtual - 1) + 1, micro_batches * virtual
+        )
+        assert layout.in_flight(stage) == first / virtual
 
 
 @pytest.mark.parametrize("micro_batches", [4, 16, 96])

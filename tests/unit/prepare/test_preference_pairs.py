@@ -59,6 +59,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "rejected": {"from": "gpt", "value": BAD},
     },
     "LLaMA-Factory, alpaca": {"instruction": "Which?", "input": "", "chosen": GOOD, "rejected": BAD},
+    "Megatron-SWIFT": {"messages": [USER, answer(GOOD)], "rejected_response": BAD},
+    "Megatron-SWIFT, messages": {"messages": [USER, answer(GOOD)], "rejected_messages": [USER, answer(BAD)]},
+    "Megatron-SWIFT, turn": {"messages": [USER, answer(GOOD)], "rejected_response": [answer(BAD)]},
+    "Megatron-SWIFT, query": {"query": "Which?", "response": GOOD, "rejected_response": BAD},
     "RLHF-V": {"text": json.dumps({"question": "Which?", "chosen": GOOD, "rejected": BAD}), "ds_name": "x"},
     "RLAIF-V": {"question": "Which?", "chosen": GOOD, "rejected": BAD},
 }
@@ -89,6 +93,11 @@ def test_answers_before_those_of_the_pair_are_not_trained() -> None:
 @pytest.mark.parametrize(
     ("row", "reason", "detail"),
     [
+        (
+            {"messages": [USER, answer("A")], "rejected_response": "B", "rejected_images": ["other.jpg"]},
+            Reason.DIFFERENT,
+            "`rejected_images`",
+        ),
         ({"prompt": "Q", "chosen": "A"}, Reason.NO_ANSWER, "no `rejected`"),
         ({"prompt": "Q", "completion": "A"}, Reason.NO_ANSWER, "no `chosen` and no `rejected`"),
         ({"prompt": "Q", "chosen": "A", "rejected": "A"}, Reason.SAME_ANSWERS, "nothing to prefer"),

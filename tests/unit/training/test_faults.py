@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import subprocess
@@ -19,8 +20,16 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.errors import ConfigError, TrainingError
-from llava_mcore.training.faults.bad_steps import MIN_LOSSES, WINDOW, SpikeAlert, explain_out_of_memory
+from llava_mcore.training.faults.bad_steps import (
+    MAX_IN_A_ROW,
+    MIN_LOSSES,
+    WINDOW,
+    NotFinite,
+    SpikeAlert,
+    explain_out_of_memory,
+)
 from llava_mcore.training.logs.run_record import git_revision, versions
+from llava_mcore.training.step import StepResult
 
 
 def test_skipped_ranges() -> None:
@@ -45,6 +54,9 @@ def test_a_spike_and_the_range_it_suggests() -> None:
     """A loss far above the last ones is told, with the range of iterations to skip."""
     alert = SpikeAlert(2.0, before=[None, *([1.0] * (MIN_LOSSES - 1))])
     assert alert.check(10, 50.0) is None, "too few losses are known"
+    before = [math.inf, *([1.0] * (MIN_LOSSES - 1))]
+    assert SpikeAlert(2.0, before).check(10, 50.0) is None, "an infinite loss is none of them"
+    assert SpikeAlert(2.0, [*before, 1.0]).check(10, 50.0) is not None
     alert = SpikeAlert(2.0, before=[1.0] * MIN_LOSSES)
     assert alert.check(10, 1.9) is None
     first = alert.check(11, 3.0)
@@ -59,6 +71,23 @@ def test_a_new_level_stops_being_a_spike() -> None:
     alert = SpikeAlert(2.0, before=[1.0] * WINDOW)
     warned = [alert.check(i, 5.0) is not None for i in range(1, 3 * WINDOW)]
     assert warned[0] and not warned[-1]
+
+
+def test_skipped_updates_in_a_row_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is made between them begins the count again."""
+    monkeypatch.setattr(NotFinite, "_describe", lambda *_: "not finite")
+    groups: Any = None
+    steps = NotFinite(load_run_config(None, ["faults.on_nan=skip"]), groups)
+    bad, good = (StepResult(0.0, 0.0, 0.0, 1, updated=x, finite=x) for x in (False, True))
+    for iteration in range(1, MAX_IN_A_ROW):
+        assert steps.check(iteration, bad, None) == "not finite"
+    assert steps.check(MAX_IN_A_ROW, good, None) is None
+    for iteration in range(1, MAX_IN_A_ROW):
+        assert steps.check(iteration, bad, None) == "not finite"
+    with pytest.raises(TrainingError, match="10 updates in a row were skipped"):
+        steps.check(MAX_IN_A_ROW, bad, None)
+    with pytest.raises(TrainingError, match="not finite\ninspect the samples"):
+        NotFinite(load_run_config(None, []), groups).check(1, bad, None)
 
 
 def test_out_of_memory_error_lists_settings() -> None:

@@ -115,6 +115,7 @@ def test_filled_and_blank_micro_batches_add_no_loss(root: Path, assets: Assets) 
     blank = without_loss(short, assets.plan.fields)
     assert blank.loss_mask.shape == short.loss_mask.shape and not blank.loss_mask.any()
     assert not len(blank.media["pixel_values"]) and not len(blank.media["feature_positions"])
+    assert torch.equal(blank.media["pixel_scale"], short.media["pixel_scale"])
 
 
 def test_results_go_into_their_own_file_and_the_plot(tmp_path: Path) -> None:

@@ -135,6 +135,8 @@ def test_shards_join_again(shard: Shard, tp: int, k: int) -> None:
 def test_a_size_that_does_not_divide_is_an_error() -> None:
     with pytest.raises(ConversionError, match=r"\(6, 2\).*dim 0.*tp 4"):
         COLUMN.split(tensor(6, 2), 4)
+    with pytest.raises(ConversionError, match=r"2 block\(s\) x tp 2: 6 is not a multiple of 4"):
+        GATED_COLUMN.split(tensor(6, 2), 2)
 
 
 def test_a_name_listed_twice_is_an_error() -> None:
@@ -171,6 +173,14 @@ def test_coverage_lists_every_mismatch_at_once() -> None:
         "v (6, 3)",
     ):
         assert part in text
+
+
+def test_parts_of_other_shapes_whose_sum_fits_are_noticed() -> None:
+    table = MappingTable.of([Entry("gated", ("gate", "up"), GATED_COLUMN, Concat(2))])
+    with pytest.raises(
+        ConversionError, match=r"gate is \(3, 2\), expected \(4, 2\)\n.*up is \(5, 2\), expected \(4, 2\)"
+    ):
+        check_coverage(table, hf_shapes={"gate": (3, 2), "up": (5, 2)}, megatron_shapes={"gated": (8, 2)}, source="x")
 
 
 @pytest.mark.parametrize("wrong", [Shard(1), Shard(0), Shard(None)])

@@ -160,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traces", type=Path, help="profile one step more of ours, and keep the trace in this folder")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", nargs="+", choices=[*PEERS, *PRODUCTS], default=[], help="compare with them")
-    parser.add_argument("--peer-packages", type=Path, help="folder of benchmarks.peers.install, for swift and lmms")
+    parser.add_argument("--peer-packages", type=Path, help="folder of benchmarks.peers.install, for products")
     parser.add_argument("--peer-micro-batch-size", type=int, help="packs of a packed peer (default: as ours)")
     parser.add_argument(
         "--peer-reshard",

@@ -15,7 +15,7 @@ PEERS = {
     "hf-fp8": "Hugging Face, packed, float8",
     "hf-padded": "Hugging Face, padded",
 }
-PRODUCTS = {"swift": "Megatron-SWIFT", "lmms": "lmms-engine"}
+PRODUCTS = {"swift": "Megatron-SWIFT", "lmms": "lmms-engine", "automodel": "NeMo Automodel", "veomni": "VeOmni"}
 
 
 @dataclass

@@ -18,10 +18,40 @@ def without_cuda() -> None:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "manual_seed": lambda seed: None,
+        "reset_peak_memory_stats": lambda device=None: None,
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
     torch.Tensor.cuda = lambda self, *_, **__: self
+
+
+class _OnCpu:
+    """The module torch for a file that asks for the current GPU as a device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_: torch.device("cpu")) if name == "device" else getattr(torch, name)
+
+
+def at_automodel() -> None:
+    """Let NeMo Automodel build its model on the CPU."""
+    from nemo_automodel._transformers import auto_model
+
+    auto_model.torch = _OnCpu()
+
+
+def at_veomni() -> None:
+    """Give VeOmni's trainer a process group, which it chooses by the GPU, and the functions that it asks for memory."""
+    replaced: dict[str, Any] = {
+        "max_memory_allocated": lambda: 0,
+        "max_memory_reserved": lambda: 0,
+        "memory_allocated": lambda: 0,
+        "memory_stats": lambda: {"num_alloc_retries": 0},
+        "empty_cache": lambda: None,
+        "get_device_name": lambda: "H200",
+    }
+    for name, value in replaced.items():
+        setattr(torch.cpu, name, value)
+    torch.distributed.init_process_group("gloo")
 
 
 def at_swift(base: Any) -> None:

@@ -45,7 +45,7 @@ class Meter:
         """End a step, and this process after the last one."""
         _wait()
         seconds = time.perf_counter() - self._start
-        sums = self._sums.to(self._device)
+        sums = self._sums.to(self._device, copy=True)
         memory = torch.tensor(torch.cuda.max_memory_reserved() / 2**30 if self._device.type == "cuda" else 0.0)
         memory = memory.to(self._device)
         if dist.is_initialized():

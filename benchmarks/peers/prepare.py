@@ -6,10 +6,12 @@ texts in the same order as in our shards. Only the ids of tokens differ, which p
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -36,6 +38,8 @@ TEMPLATE = (  # Qwen2.5-VL's, without the parts for videos and numbered images
 )
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Classes of Hugging Face whose folders can be made."""
+SMALL_IMAGE = 6
+"""Tokens of the white image that NeMo Automodel adds to a conversation without one."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -90,7 +94,8 @@ def make_lists(folder: Path, shape: str, num_samples: int) -> None:
     images = folder / "images"
     images.mkdir(parents=True)
     files: dict[bytes, Path] = {}
-    lists: dict[str, list[dict[str, Any]]] = {"swift": [], "lmms": []}
+    tokenizer = make_tokenizer()
+    lists: dict[str, list[dict[str, Any]]] = {"swift": [], "lmms": [], "automodel": [], "veomni": []}
     for sample in conversations(num_samples, SHAPES[shape].sizes):
         file = None
         if sample.picture is not None:
@@ -99,6 +104,9 @@ def make_lists(folder: Path, shape: str, num_samples: int) -> None:
                 file.write_bytes(sample.picture)
         lists["swift"].append(_swift_line(sample, file))
         lists["lmms"].append(_openai_line(sample, file))
+        lists["automodel"].append(_automodel_line(sample, file, tokenizer))
+        lists["veomni"].append(_sharegpt_line(sample, file))
+    (folder / "automodel.json").write_text('{"conversations": {"file_name": "automodel.jsonl"}}', encoding="utf-8")
     for name, lines in lists.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
@@ -118,3 +126,21 @@ def _openai_line(sample: Sample, image: Path | None) -> dict[str, Any]:
         parts.insert(0, {"type": "image_url", "image_url": {"url": str(image)}})
     answer = [{"type": "text", "text": sample.answer}]
     return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
+
+
+def _automodel_line(sample: Sample, image: Path | None, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """NeMo Automodel's form, with the sizes that its scripts/precompute_tokens.py adds, so that it packs exactly."""
+    line = _swift_line(sample, image)
+    parts = [*_openai_line(sample, image)["messages"]]
+    length = len(tokenizer.apply_chat_template(parts, tokenize=True, return_dict=False))
+    if image is None or sample.picture is None:
+        return line | {"_text_tokens": length + SMALL_IMAGE}
+    with Image.open(io.BytesIO(sample.picture)) as opened:
+        sizes = [[opened.height, opened.width]]
+    return line | {"_text_tokens": length - 1, "mm_inputs_meta": {"images_meta": sizes}}
+
+
+def _sharegpt_line(sample: Sample, image: Path | None) -> dict[str, Any]:
+    """ShareGPT's form, which VeOmni reads; `source` names the one of its preprocessors that keeps the text."""
+    turns = [{"from": "human", "value": sample.question}, {"from": "gpt", "value": sample.answer}]
+    return {"conversations": turns, "images": [] if image is None else [str(image)], "source": "sharegpt4v_sft"}

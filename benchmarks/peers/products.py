@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peers import lmms, swift
+from benchmarks.peers import automodel, lmms, swift, veomni
 from benchmarks.train_step_rows import Entry
 
 COMMON = ("datasets==4.8.4", "dill==0.4.1", "multiprocess==0.70.19", "qwen-vl-utils==0.0.14")
@@ -32,6 +32,10 @@ class Product:
     """Packages that need a stand-in in every process, where they are missing."""
     layouts: bool = False
     """Also tensor and pipeline parallel."""
+    adapters: bool = False
+    """Also --lora-r."""
+    frozen_tower: bool = False
+    """Also without --train-vision: the tower frozen, all else trained."""
 
 
 PRODUCTS: Mapping[str, Product] = {
@@ -46,6 +50,8 @@ PRODUCTS: Mapping[str, Product] = {
         swift.command,
         unused=swift.UNUSED,
         layouts=True,
+        adapters=True,
+        frozen_tower=True,
     ),
     "lmms": Product(
         "lmms-engine 0.1.4",
@@ -56,6 +62,24 @@ PRODUCTS: Mapping[str, Product] = {
         lmms.KINDS,
         lmms.CHANGED,
         lmms.command,
+    ),
+    "automodel": Product(
+        "NeMo Automodel 0.7.0",
+        (
+            *("nemo-automodel==0.7.0", "transformers==5.18.0", "torchao==0.17.0", "torchdata==0.11.0"),
+            *("megatron-fsdp==0.5.0", "flashoptim==0.1.4", *COMMON),
+        ),
+        automodel.KINDS,
+        automodel.CHANGED,
+        automodel.command,
+        frozen_tower=True,
+    ),
+    "veomni": Product(
+        "VeOmni 0.1.12",
+        (*("veomni==0.1.12", "transformers==5.9.0", "tokenizers==0.22.2", "torchdata==0.11.0", *COMMON),),
+        veomni.KINDS,
+        veomni.CHANGED,
+        veomni.command,
     ),
 }
 

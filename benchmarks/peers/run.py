@@ -48,8 +48,10 @@ def refused(args: argparse.Namespace) -> str:
         for shape in args.shape:
             if SHAPES[shape].kind not in PRODUCTS[name].kinds:
                 return f"--peer {name} has {', '.join(PRODUCTS[name].kinds)}, and {shape} is {SHAPES[shape].kind}"
-        if name == "lmms" and (args.lora_r or not args.train_vision):
-            return "--peer lmms trains all weights, the tower's too: add --train-vision and leave out --lora-r"
+        if args.lora_r and not PRODUCTS[name].adapters:
+            return f"--peer {name} trains all weights: leave out --lora-r"
+        if not (args.lora_r or args.train_vision or PRODUCTS[name].frozen_tower):
+            return f"--peer {name} trains the tower too: add --train-vision"
     return ""
 
 

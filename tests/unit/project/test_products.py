@@ -7,14 +7,18 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import yaml
+from PIL import Image
 from transformers import AutoProcessor
 
 from benchmarks import train_step
 from benchmarks.material import make_shards
-from benchmarks.peers import run, stubs
+from benchmarks.peers import meter, run, stubs
 from benchmarks.peers.flash_interface import apply_rotary_emb, pad_input, unpad_input, write_package
 from benchmarks.peers.prepare import make_lists, make_peer_folder
 from benchmarks.peers.products import PRODUCTS
@@ -23,6 +27,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.train_step_rows import Entry
 
 SHAPE = "tiny-qwen3-vl-moe"
+QWEN = "tiny-qwen2.5-vl"
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> train_step.argparse.Namespace:
@@ -48,10 +53,29 @@ def test_lists_are_the_shards(tmp_path: Path) -> None:
         assert line["messages"][1]["content"] == messages[1]["content"]
         assert other["messages"][1]["content"] == [{"type": "text", "text": messages[1]["content"]}]
         assert line["messages"][0]["content"].count("<image>") == messages[0]["content"].count("<image>")
+    sharegpt = [json.loads(line) for line in (tmp_path / "lists/veomni.jsonl").read_text().splitlines()]
+    assert [line["images"] for line in sharegpt] == [line["images"] for line in lines]
     make_peer_folder(tmp_path / "hf", SHAPE, seq_length=512, layers=None, weights=False)
     processor = AutoProcessor.from_pretrained(tmp_path / "hf")
     ids = processor.tokenizer("".join(SPECIAL))["input_ids"]
     assert ids == list(range(FIRST_SPECIAL, FIRST_SPECIAL + len(SPECIAL)))
+
+
+def test_lengths_for_packing_are_those_of_the_processor(tmp_path: Path) -> None:
+    """NeMo Automodel packs by text tokens and image sizes: together as long as what the processor makes of them."""
+    make_lists(tmp_path, QWEN, 12)
+    make_peer_folder(tmp_path / "hf", QWEN, seq_length=512, layers=None, weights=False)
+    processor = AutoProcessor.from_pretrained(tmp_path / "hf")
+    for line in (json.loads(line) for line in (tmp_path / "automodel.jsonl").read_text().splitlines()):
+        images = [Image.open(file) for file in line["images"]] or [Image.new("RGB", (56, 56))]
+        messages = [dict(message) for message in line["messages"]]
+        parts = [{"type": "image"}, {"type": "text", "text": messages[0]["content"].removeprefix("<image>")}]
+        text = processor.apply_chat_template([{"role": "user", "content": parts}, messages[1]])
+        inputs = processor(text=[text], images=images, return_tensors="pt")
+        sizes = line.get("mm_inputs_meta", {}).get("images_meta", [])
+        assert sizes == [[image.height, image.width] for image in images if line["images"]]
+        of_image = int(inputs["image_grid_thw"].prod()) // 4 if line["images"] else 0
+        assert line["_text_tokens"] + of_image == inputs["input_ids"].shape[1]
 
 
 def test_settings_are_those_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -75,6 +99,51 @@ def test_settings_are_those_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert given["--recompute_granularity"] == "full"
 
 
+def written(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, recompute: bool, *more: str) -> dict[str, Any]:
+    """The YAML file that a product reads."""
+    (folder / name).mkdir(exist_ok=True)
+    monkeypatch.setattr(sys, "argv", ["train_step", "--shape", QWEN, "--peer", name, "--gpus", "2", *more])
+    args = train_step.make_parser().parse_args()
+    entry = Entry(QWEN, name, 1, 1, 2, 32)
+    file = Path(PRODUCTS[name].command(args, entry, "qwen2_5_vl", folder, folder / name, recompute)[-1])
+    found: dict[str, Any] = yaml.safe_load(file.read_text())
+    return found
+
+
+def test_yaml_files_are_those_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sizes, learning rate, what is trained and how memory is saved follow our command line."""
+    config = written(monkeypatch, tmp_path, "automodel", False, "--seq-length", "2048", "--lr", "3e-5")
+    assert config["step_scheduler"]["global_batch_size"] == 32 and config["step_scheduler"]["local_batch_size"] == 2
+    assert config["packed_sequence"]["pack_size"] == 2048 and config["optimizer"]["lr"] == 3e-5
+    assert config["freeze_config"]["freeze_vision_tower"] and not config["distributed"]["reshard_after_forward"]
+    config = written(monkeypatch, tmp_path, "automodel", True, "--train-vision")
+    assert not config["freeze_config"]["freeze_vision_tower"] and config["distributed"]["activation_checkpointing"]
+    config = written(monkeypatch, tmp_path, "veomni", False, "--seq-length", "2048", "--lr", "3e-5", "--train-vision")
+    train = config["train"]
+    assert (train["micro_batch_size"], train["global_batch_size"], config["data"]["max_seq_len"]) == (2, 32, 2048)
+    assert train["vit_lr"] == train["optimizer"]["lr"] == 3e-5 and not train["freeze_vit"]
+    assert not train["gradient_checkpointing"]["enable"] and train["init_device"] == "meta"
+    train = written(monkeypatch, tmp_path, "veomni", True, "--train-vision")["train"]
+    assert train["gradient_checkpointing"]["enable"] and train["accelerator"]["fsdp_config"]["reshard_after_forward"]
+
+
+def test_meter_sums_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its lines have what was counted between two steps, in a world of one too."""
+    monkeypatch.setenv(meter.OUT, str(tmp_path / "steps.jsonl"))
+    monkeypatch.setenv(meter.STEPS, "3")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = meter.Meter({"name": "x"})
+    for number in range(2):
+        found.begin()
+        found.count(torch.tensor(90 + number), 40, 3, 100)
+        found.count(60, 20, 2, 100)
+        found.end(2.5)
+    dist.destroy_process_group()
+    first, second = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
+    assert (first["num_tokens"], first["num_trained"], first["num_conversations"], first["fill"]) == (150, 60, 5, 0.75)
+    assert first["stack"] == {"name": "x"} and second["num_tokens"] == 151 and "stack" not in second
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -83,6 +152,8 @@ def test_settings_are_those_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (("hf", "--lora-r", "8"), "with swift alone"),
         (("swift", "--peer-packages", "PACKAGES", "--images", "3"), "one image a conversation"),
         (("lmms", "--peer-packages", "PACKAGES", "--train-vision"), "is qwen3_vl_moe"),
+        (("automodel", "--peer-packages", "PACKAGES", "--shape", QWEN, "--lora-r", "8"), "leave out --lora-r"),
+        (("veomni", "--peer-packages", "PACKAGES", "--shape", QWEN), "add --train-vision"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

@@ -3,7 +3,7 @@
     python -m benchmarks.data_startup --json out.json
 
 20,000 shards of 1,000 samples each are links to a few real ones; what is opened, read and checked is what 20,000
-different files would cost, but for the disk: the system knows the few files' contents after the first time. A new
+different files would cost, except for the disk: the system knows the few files' contents after the first time. A new
 process imports what a training process imports, checks the data as run.py does, loads tokenizer and image processor,
 and takes batches from the loader. Steps are CPU seconds of the process and its loader processes. Needs scikit-learn.
 """

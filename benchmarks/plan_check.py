@@ -28,7 +28,7 @@ from llava_mcore.plan.sizes.read_config import read_model
 from llava_mcore.plan.work import like_llava, spoken
 
 TIME, MEMORY = 10.0, 5.0
-"""Differences in per cent beyond which a row is a miss."""
+"""Differences in percent beyond which a row is a miss."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Compared:
 
     @property
     def time_off(self) -> float:
-        """Difference of the step's time from the measured one, per cent."""
+        """Difference of the step's time from the measured one, in percent."""
         return 100 * (self.prediction.seconds / self.row.seconds - 1)
 
     @property

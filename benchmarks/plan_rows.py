@@ -59,6 +59,7 @@ _FOUR = (
     ("llava-1.5-13b", 1, 4, 1, 14.156, 84.8),
     ("llava-1.5-13b", 2, 1, 2, 14.795, 105.8),
 )
+_TOWERS = {"whole": "on", "divided": "off", "": "auto"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _train_step(file: Path) -> Iterator[Row]:
             "training.global_batch_size": row["gbs"],
             "data.seq_length": args.seq_length,
             "model.freeze_vision_model": not args.train_vision,
-            "parallel.vision_data_parallel": row.get("tower") == "whole",
+            "parallel.vision_data_parallel": _TOWERS[row.get("tower", "divided" if row["tp"] > 1 else "")],
         }
         more = list(keys)
         recipe, _, tower = what.partition("+")

@@ -252,7 +252,7 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags = ["--dist-optim", f"model.freeze_vision_model={not args.train_vision}"]
     flags += ["--megatron-load-dir", str(folder / f"{entry.shape}-megatron")] if args.weights else ["--init"]
     flags += ["--lora-r", str(args.lora_r), "--lora-alpha", str(2 * args.lora_r)] if args.lora_r else []
-    flags += ["--vision-data-parallel"] if entry.whole_towers else []
+    flags += ["--vision-data-parallel", "on" if entry.whole_towers else "off"] if entry.tp > 1 else []
     flags += ["--fsdp", entry.fsdp] if entry.fsdp != "none" else []
     flags += ["--sequence-parallel"] if entry.tp > 1 and "num_experts" in SHAPES[entry.shape].text else []
     if entry.what != "none":

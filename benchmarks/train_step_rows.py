@@ -119,7 +119,7 @@ def without_graphs(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
 
 
 def loss_off(entry: Entry, first: Entry) -> float:
-    """Return the largest difference of a step's loss from the first entry's, per cent of it."""
+    """Return the largest difference of a step's loss from the first entry's, in percent of it."""
     return round(max(100 * abs(a / b - 1) for a, b in zip(entry.losses, first.losses, strict=True)), 2)
 
 

@@ -1,6 +1,6 @@
 """Emoji as labeled images: Google's drawings (fonts-noto-color-emoji), sorted as Unicode sorts them (unicode-data).
 
-Only emoji of one character are taken. A family is a set of emoji that look alike but for their color, or whose names
+Only emoji of one character are taken. A family is a set of emoji that look alike except for their color, or whose names
 differ by a color, a size or a direction only: a family is trained on or held out as a whole.
 """
 

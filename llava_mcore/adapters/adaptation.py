@@ -37,7 +37,7 @@ class AdapterSetup:
 
     @property
     def trained_parts(self) -> frozenset[str]:
-        """Return the parts of which anything is trained, including by an adapter."""
+        """Return the parts in which anything is trained, including adapters."""
         members = self.layers.adaptable
         adapted = (x for plan in self.plans if plan.is_trained for x in plan.lora_ranks)
         return self.unfrozen_parts | {members[x].part for x in adapted}

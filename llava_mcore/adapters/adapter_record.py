@@ -1,4 +1,4 @@
-"""adapters.json in a checkpoint: what adapters it holds, and the weights that they belong to."""
+"""adapters.json in a checkpoint: its adapters, and the weights that they belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters on a model in this process: factors beside its parts, and hooks that add what they compute."""
+"""Adapters on a model in this process: factors beside its parts, and hooks that add their outputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def attach_adapters(
     """Give a stage's layers their adapters; a collective call, after the model's own weights were loaded.
 
     Adapters change nothing yet: they are initialized as PEFT's are. Call before the model is wrapped for data
-    parallelism. In a model on the meta device adapters are the only ones that have memory.
+    parallelism. In a model on the meta device, only adapters have memory.
     """
     here = linear_modules(model)
     memory, activations = SharedMatrices(), _activations(model)
@@ -63,7 +63,7 @@ def attach_adapters(
 
 
 def _activations(model: VisionLanguageModel) -> dict[nn.Module, StatelessActivation]:
-    """Return the activation functions that are modules, by the layers that read what they return."""
+    """Return the activation functions that are modules, by the layers that read their output."""
     mlps = [x for x in model.modules() if isinstance(x, MLP) and isinstance(x.activation_func, StatelessActivation)]
     return {mlp.linear_fc2: mlp.activation_func for mlp in mlps}
 
@@ -99,7 +99,7 @@ def _new_adapter(
     memory: SharedMatrices,
 ) -> LinearAdapter:
     """Add one adapter's factors on a layer to the model."""
-    # The layer in blocks of rows, each of one Hugging Face layer; DoRA starts from the norms of their rows.
+    # The layer's blocks of rows, each from one Hugging Face layer; DoRA starts from the norms of their rows.
     weight = _matrix(module)
     layout, members = linear.blocks(division.tp_size)
     norms = layout.to_hf(_row_norms(weight, division)) if plan.dora else ()
@@ -142,8 +142,8 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessA
     """Let adapters change a layer's output, one after the other.
 
     Args:
-        activation: what the layer reads is made by it again in the backward pass, from what it keeps itself; the frozen
-            layer keeps nothing.
+        activation: recomputes the layer's input in the backward pass, from its own saved input, so that the frozen
+            layer saves nothing.
     """
     # Where the input is an activation, only what it is computed from is kept for the backward pass.
     vars(module)[_ATTACHED] = tuple(adapters)
@@ -159,7 +159,7 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessA
             output = adapter(*inputs, training=module.training, remake=remake)
         return output
 
-    # Where the hook goes, and what the matrix multiplies, depends on a norm that the layer has inside.
+    # A norm inside the layer determines where the hook goes, and what the matrix multiplies.
     if isinstance(module, NormedRowParallelLinear):
         _hook_before_norm(module, change)
         return

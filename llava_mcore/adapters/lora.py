@@ -9,8 +9,8 @@ LoRA's dropout is on the x of A, DoRA's on the x of both products, as PEFT has i
 dropped x, and W x is added as it is. Each Hugging Face layer has a mask of its own.
 
 Where outputs are divided (column-parallel), so are B's rows, and every rank has all of A; where inputs are divided
-(row-parallel), so are A's columns, and every rank has all of B. What crosses ranks is [s, b, r]. Only DoRA with dropout
-multiplies by W a second time, and exchanges what W reads or makes as well.
+(row-parallel), so are A's columns, and every rank has all of B. Only tensors [s, b, r] cross ranks. Only DoRA with
+dropout multiplies by W a second time, and exchanges what W reads or makes as well.
 
 s: tokens, b: samples, h: inputs of the layer, o: its outputs (a rank's, where they are divided), r: sum of the ranks
 of the members that have an adapter.

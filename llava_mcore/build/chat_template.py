@@ -38,9 +38,9 @@ def choose_template(
 def _named(tokenizer: PreTrainedTokenizerBase, name: str, say: Say) -> str:
     template = named_template(name, tokenizer)
     say(f"chat template: {name}" + ("" if tokenizer.chat_template else "; the tokenizer has none"))
-    spelt = missing_tokens(name, tokenizer)
-    if spelt:
-        say(f"  the tokenizer has no {', '.join(spelt)}: written as plain text, several tokens each")
+    missing = missing_tokens(name, tokenizer)
+    if missing:
+        say(f"  the tokenizer has no {', '.join(missing)}: written as plain text, several tokens each")
     return template
 
 

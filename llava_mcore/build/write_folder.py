@@ -168,8 +168,7 @@ of its processor. config.json has the rotary settings of the language model unde
 def describe_for_older(folder: Path) -> None:
     """Add version 4's names of the language model's `rope_parameters` beside them, and write a README.
 
-    transformers 4 reads only those, and without them takes its defaults, such as a base of 10,000 and no scaling,
-    without a word.
+    transformers 4 reads only those; without them it silently uses defaults, such as a base of 10,000 and no scaling.
     """
     path = folder / CONFIG
     values = read_object(path, ConversionError)

@@ -73,9 +73,9 @@ def of_folder(folder: Path, known: Mapping[str, str]) -> dict[str, Any]:
     """Return the record of a folder: the checksum of every file in it and below.
 
     Args:
-        known: checksums that have been computed already, by path relative to the folder. They are recorded even if the
-            file is not listed, as on a network file system that this process sees late: whoever reads the folder then
-            misses a file that does not exist, instead of not knowing of it.
+        known: checksums that have been computed already, by path relative to the folder. They are recorded even if a
+            file is not listed, which happens on network file systems that update late: a reader then notices a missing
+            file, which would otherwise go unnoticed.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE)
     files = {path.relative_to(folder).as_posix(): path for path in paths}

@@ -25,7 +25,7 @@ class StartPoint:
     """`checkpoint` is the folder of one iteration, or None for random weights.
 
     `hf_dir` is the folder whose config.json describes the model: a checkpoint has its own.
-    `passed_over`: newer checkpoints that were not used, with their reasons.
+    `passed_over`: newer checkpoints that were not used, with the reasons.
     """
 
     kind: Literal["resume", "load", "init"]
@@ -60,7 +60,7 @@ def start_point(
                 f"{run_dir} already holds a checkpoint: resume it with --load-optim or choose another --name"
             )
         return StartPoint("resume", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)
-    # Then a folder that the user names, then random weights.
+    # Next comes a folder that the user names, then random weights.
     if checkpoint.load is not None:
         return _load(checkpoint.load, damaged)
     if not checkpoint.init:
@@ -88,9 +88,9 @@ def resumes(run: RunConfig, start: StartPoint) -> bool:
 
 
 def unread_start(run: RunConfig, start: StartPoint) -> str | None:
-    """Return that a resumed run does not use the start that its command names; None if it is the run's own.
+    """Return a warning if the command names a start that the resumed run does not use; None if it is the run's own.
 
-    Adapters are not looked at: the folder may be where the model that they belong to is now.
+    Runs with adapters are not checked: the folder may say where their base model is now.
     """
     if start.kind != "resume" or start.checkpoint is None or run.adapter.is_on:
         return None
@@ -111,8 +111,8 @@ def _start_named(checkpoint: CheckpointConfig) -> str | None:
 
 
 def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[Path, str]) -> Choice | None:
-    """Return the newest complete checkpoint of the run, kept or temporary."""
-    # Usual case: no temporary checkpoints.
+    """Return the newest complete checkpoint of the run, persistent or not."""
+    # The usual case: no non-persistent checkpoints.
     if not iterations(run.non_persistent_dir):
         return newest_complete(run.run_dir, damaged, instead=_START_AGAIN)
     # The newest usable one of each folder, and why others are not used.
@@ -141,13 +141,13 @@ def _own_choice(run: RunConfig, unusable: Mapping[Path, str], damaged: Mapping[P
         raise CheckpointError(problems(f"{run.run_dir} has no complete checkpoint{_START_AGAIN}", passed_over))
     if not choices:
         return None
-    newest = max(choices, key=lambda choice: choice.iteration)  # of two equal ones the first, which is kept
+    newest = max(choices, key=lambda choice: choice.iteration)  # in a tie the first, which is persistent
     return Choice(newest.folder, newest.iteration, tuple(passed_over))
 
 
 def _not_of_this_course(run: RunConfig, choice: Choice) -> str | None:
-    """Return why a checkpoint belongs to another run, or is newer than where this run was set back to; None if it is
-    ours."""
+    """Return why a checkpoint cannot be resumed: it belongs to another run, or this run was set back to an earlier one.
+    None if it can."""
     if choice.folder.parent not in (run.run_dir, run.run_dir / NON_PERSISTENT):
         written = read_object(choice.folder / RUN_JSON, CheckpointError)
         try:

@@ -41,9 +41,9 @@ class StateWrite:
     """Writes one checkpoint to a folder: `write` may run in a thread, all other methods are collective calls.
 
     `folder` must exist on every rank and be empty. megatron-core plans, writes and finishes the save. Its own callers
-    write in a process: forked from one with running threads and CUDA, or a spawned one that imports the whole program
-    (8 s) and gets the tensors through shared memory. Threads are enough: torch releases the interpreter lock while
-    bytes are written.
+    write in a separate process: either forked while threads and CUDA are running, or spawned, which imports the whole
+    program (8 s) and passes the tensors through shared memory. Threads are enough: torch releases the interpreter lock
+    while bytes are written.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class StateWrite:
 
         Args:
             copy: copy every tensor, so that training can continue while `write` runs.
-            plan: of the run's earlier saves; None: this save is planned alone, and every tensor written by its first
-                replica.
+            plan: the plan of the run's earlier saves; None: plan this save alone, and let every tensor be written by
+                its first replica.
         """
         # Storages are noted before the conversion, which leaves copies in host memory.
         plan = SaveAssignment() if plan is None else plan
@@ -72,7 +72,7 @@ class StateWrite:
             async_strategy="mcore",
         )
         plan.done()
-        # This rank's share, in host memory.
+        # Copy this rank's share to host memory.
         self._files: list[Any] = []
         if self._request.async_fn is not None:  # otherwise this rank has nothing to write
             on_host = self._request.preload_fn()
@@ -192,7 +192,7 @@ def fill_model(model: MegatronModule, loaded: dict[str, Any], *, partial: bool =
     """Load a state into a model. CheckpointError if anything except extra state of layers is missing.
 
     Args:
-        partial: the state is meant to be that of a part only.
+        partial: the state is meant to cover only a part of the model.
     """
     missing, unexpected = model.load_state_dict(take_scales(model, loaded), strict=False)
     wrong = [name for name in (*([] if partial else missing), *unexpected) if not name.endswith(EXTRA_STATE)]
@@ -217,8 +217,8 @@ def check_model(state: ShardedStateDict, folder: Path) -> None:
     """Compare the tensors of a model with those of a checkpoint before anything is read.
 
     Raises:
-        CheckpointError: lists every tensor that is missing or has another shape, and those of the checkpoint's layers
-            that the model's have not: a layer without its norm would load, and compute something else.
+        CheckpointError: lists every tensor that is missing or has another shape, and tensors of a layer that exist only
+            in the checkpoint: a layer without its norm would load, but compute something else.
     """
     stored = stored_tensors(folder)
     wanted_tensors = list(sharded_tensors(state))

@@ -1,7 +1,7 @@
 """Which weights a checkpoint holds, and which run wrote it.
 
-What an adapter is trained on must be what it is later used with. A run must not resume from temporary checkpoints of an
-earlier one of its name, whose folder has been deleted.
+An adapter must be used with the weights that it was trained on. A run must not resume from non-persistent checkpoints
+of an earlier run of its name whose folder has been deleted.
 """
 
 from __future__ import annotations

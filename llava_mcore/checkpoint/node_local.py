@@ -152,7 +152,7 @@ _BEFORE = {"vision_data_parallel": False, "cp": 1, "ep": 1, "etp": 1}
 
 
 def _layout(groups: Groups, vision_data_parallel: bool) -> dict[str, Any]:
-    """Return what decides which tensors each rank has."""
+    """Return the sizes that determine which tensors each rank has."""
     sizes = {"tp": groups.tp_size, "pp": groups.pp_size, "dp": groups.dp_size, "cp": groups.cp_size}
     sizes |= {"ep": groups.ep_size, "etp": groups.etp_size}
     return sizes | {"vision_data_parallel": vision_data_parallel}

@@ -21,13 +21,13 @@ FILE_BYTES = 1 << 30
 class SaveAssignment:
     """Which rank writes what, and the metadata of all of it.
 
-    For a new plan megatron-core checks that the ranks together write every tensor once. To do so, and to plan, every
-    rank gets the names and shapes of the tensors of all ranks, which takes seconds in large worlds.
+    A new plan takes seconds in large worlds: megatron-core sends every rank the names and shapes of all ranks' tensors,
+    and checks that together they write every tensor once.
     """
 
     def __init__(self, groups: Groups | None = None) -> None:
-        """groups: of the run; its data-parallel ranks divide writing what they all hold. None: every tensor is written
-        by its first replica."""
+        """groups: the run's; its data-parallel ranks share the writing of tensors that they all hold. None: every
+        tensor is written by its first replica."""
         self.groups = groups
         self.strategy: SaveStrategy | FullyParallelSaveStrategyWrapper = SaveStrategy()
         self._planned: _Structure | None = None
@@ -53,7 +53,7 @@ class SaveAssignment:
         """Begin a save of `state`; a collective call.
 
         Returns:
-            Whether it has to be planned: it is the first, or on some rank not what the last one was.
+            Whether it has to be planned: it is the first one, or the state differs from the last one's on some rank.
         """
         self._next = structure(state)
         is_new, is_undivided = self._next != self._planned, self._next != self._divided

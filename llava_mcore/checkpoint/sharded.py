@@ -1,4 +1,4 @@
-"""The parts of a sharded state, and keys of their own for layers of which only some are saved."""
+"""The parts of a sharded state, and separate keys for layers if only some of them are saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def convert_data(tensors: Sequence[ShardedTensor]) -> set[int]:
 
 
 def structure(state: ShardedStateDict) -> list[tuple[object, ...]]:
-    """Return what a plan of a save depends on: of every part its name, dtype, shape, place and replica."""
+    """Return what the plan of a save depends on: name, dtype, shape, place and replica of every part."""
     return [_description(x) for x in _sharded_parts(state)]
 
 

@@ -15,7 +15,7 @@ from llava_mcore.parallel.groups import Groups
 
 logger = logging.getLogger(__name__)
 
-HOW_TO_SKIP = "with --no-verify-checkpoint, run.py and the export read it anyway"
+HOW_TO_SKIP = "with --no-verify-checkpoint, train and export-hf read it anyway"
 
 
 def require_undamaged(checkpoint: Path) -> str:

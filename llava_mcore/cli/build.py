@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         type=Path,
         metavar="DIR",
-        help="folder of a whole model, for --expand-layers; takes only --save-dir and --expand-layers",
+        help="folder of a complete model, for --expand-layers; takes only --save-dir and --expand-layers",
     )
     p.add_argument(
         "--expand-layers",
@@ -102,7 +102,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         choices=CONNECTORS,
         help="connects tower and language model, and determines the class of the folder: mlp for LLaVA, pixel_shuffle "
         "for InternVL, Idefics3 and SmolVLM, which split images into tiles, perceiver for Idefics2, which keeps "
-        "their proportions (default: that of the architecture)",
+        "their aspect ratio (default: that of the architecture)",
     )
     group.add_argument(
         "--architecture",
@@ -120,8 +120,8 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         "--upcycle",
         type=_two_numbers,
         metavar="E,K",
-        help="turn the MLPs of a Qwen3 into mixtures of E experts, copies of which each token uses K; it computes the "
-        "same until it is trained",
+        help="turn each MLP of a Qwen3 into E identical experts, of which each token uses K; before training, the "
+        "model computes the same",
     )
     group.add_argument(
         "--expand-projector",

@@ -69,15 +69,15 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="M",
-        help="multiple that the lengths of packed samples are rounded up to, 2 x --cp of training "
+        help="round lengths of packed samples up to a multiple of M; for training with --cp, use 2 x cp "
         "(data.sample_multiple; default 1)",
     )
     p.add_argument(
         "--max-media-tokens",
         type=positive,
         metavar="N",
-        help="maximum patches of the images and frames (of audio: 20 ms frames) of a sample, and of a pack "
-        "(data.max_media_tokens; default: any number)",
+        help="maximum patches (for audio, 20 ms frames) of a sample and of a pack (data.max_media_tokens; default: no "
+        "limit)",
     )
     add_sample_flags(p)
     add_pixel_flags(p)
@@ -86,7 +86,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         "--max-skip-rate", type=float, default=rate, help="fraction of samples that may be skipped (default 0.01)"
     )
     # How much is checked and shown.
-    p.add_argument("--full", action="store_true", help="check every sample, not only some of every shard")
+    p.add_argument("--full", action="store_true", help="check every sample instead of a few per shard")
     p.add_argument("--num-workers", type=int, default=0, help="worker processes (default 0: this process)")
     p.add_argument(
         "--show",

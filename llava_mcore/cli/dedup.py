@@ -30,19 +30,19 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m llava_mcore dedup",
         allow_abbrev=False,
         description="Find samples that occur more than once in prepared data, exactly or nearly (images that were "
-        "resized or compressed again, text with small changes), list them, and show them on a page. With --against, "
-        "find training samples that an evaluation set has too. With --exclude, training leaves them out: their names "
-        "go into split.yaml, and no shard is written.",
+        "resized or recompressed, text with small changes), list them, and show them on a page. With --against, find "
+        "training samples that also occur in evaluation data. With --exclude, training omits them: their names go "
+        "into split.yaml, and no shard changes.",
     )
     help_of_path = "prepared data or blends, also in object stores"
     p.add_argument("--data-path", type=_path, nargs="+", required=True, metavar="PATH", help=help_of_path)
-    p.add_argument("--split", default="train", help="the part of the data (default train)")
-    help_of_against = "prepared evaluation data: only samples that it has too are found"
+    p.add_argument("--split", default="train", help="split to read (default train)")
+    help_of_against = "prepared evaluation data: find only samples that also occur in it"
     p.add_argument("--against", type=_path, nargs="+", metavar="PATH", help=help_of_against)
-    p.add_argument("--against-split", default="train", help="the part of the evaluation data (default train)")
+    p.add_argument("--against-split", default="train", help="split of the evaluation data (default train)")
     help_of_match = "what two samples must share: all images and the text (default), one image, or the text"
     p.add_argument("--match", choices=("sample", "image", "text"), default="sample", help=help_of_match)
-    p.add_argument("--exact", action="store_true", help="only samples with equal text and equal files")
+    p.add_argument("--exact", action="store_true", help="find only samples with identical text and files")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the list, the page and the image")
     p.add_argument("--exclude", action="store_true", help="add the duplicates to `exclude` in each split.yaml")
     p.add_argument(
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """ScanResult, compare and report. DataError if data cannot be opened."""
+    """Scan, compare and report. DataError if data cannot be opened."""
     from rich.progress import Progress
 
     try:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(NO_LIBRARIES) from error
 
     if args.exact and args.match != "sample":
-        raise DataError("--exact compares whole samples; leave out --match, or --exact")
+        raise DataError("--exact compares whole samples: omit --match or --exact")
     reference = Library(args.against or [], args.against_split)
     library = Library(args.data_path, args.split)
     # The evaluation set comes first, so that its samples are those that stay.

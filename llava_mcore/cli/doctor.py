@@ -18,8 +18,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore doctor",
         allow_abbrev=False,
-        description="Check whether this machine can train: GPUs, driver, libraries, versions of packages beside those "
-        "of pyproject.toml, limits, tools, environment variables. Then train one step of a tiny random model on every "
+        description="Check whether this machine can train: GPUs, driver, libraries, package versions (compared with "
+        "pyproject.toml), limits, tools, environment variables. Then train one step of a tiny random model on every "
         "GPU, or with two processes on the CPU, and compare it with transformers. Exit code 0: nothing is wrong; "
         "2: the last message lists every problem.",
     )

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--split", choices=SPLITS, help="split (default val)")
     data.add_argument(
         "--every-answer", action="store_const", const=True,
-        help="ask for every answer of a conversation, after the true answers before it (default: for the last one)",
+        help="ask every question of a conversation, after the true earlier answers (default: only the last one)",
     )  # fmt: skip
     tasks = p.add_argument_group("tasks, for Hugging Face folders; task files can execute code")
     tasks.add_argument("--tasks", type=_names, default=(), metavar="NAME[,NAME]", help="tasks of lm-eval")

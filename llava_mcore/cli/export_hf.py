@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     # A run with an adapter has two forms of export.
     group = p.add_argument_group("runs with an adapter", "are exported as a PEFT folder, unless --merge is given")
-    group.add_argument("--merge", action="store_true", help="write the whole model with its adapters in its weights")
+    group.add_argument("--merge", action="store_true", help="write the whole model, with its adapters merged")
     group.add_argument("--adapter", metavar="NAME", help="which of several adapters (default: the trained one)")
     group.add_argument(
         "--base-model",

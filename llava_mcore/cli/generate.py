@@ -60,15 +60,15 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--question", help="text; <image>, <video> and <audio> may mark positions (default: at the start)")
     one.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="image; may be repeated")
     one.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="video; may be repeated")
-    one.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be repeated")
+    one.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="clip; may be repeated")
     add_frame_flags(one)
     many = p.add_argument_group("the questions of a dataset")
     many.add_argument("--data-path", help="prepared folder or a blend's .yaml")
     many.add_argument("--split", choices=SPLITS, help="split (default val)")
-    many.add_argument("--num-samples", type=positive, metavar="N", help="ask only N, evenly distributed")
+    many.add_argument("--num-samples", type=positive, metavar="N", help="ask only N questions, evenly distributed")
     many.add_argument(
         "--every-answer", action="store_true",
-        help="ask for every answer of a conversation, after the true answers before it (default: for the last one)",
+        help="ask every question of a conversation, after the true earlier answers (default: only the last one)",
     )  # fmt: skip
     many.add_argument("--out", type=Path, metavar="FILE", help="jsonl to write: key, question, reference, answer")
     add_answer_flags(p)

@@ -15,7 +15,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.plan import report
 from llava_mcore.plan.dataset import material_of
-from llava_mcore.plan.forecast import balanced
+from llava_mcore.plan.forecast import balanced, with_tower
 from llava_mcore.plan.hardware.calibration import read_calibration, write_calibration
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GPUS, gpu_named
@@ -23,6 +23,7 @@ from llava_mcore.plan.search import VARIED, Candidate, Searched, SearchResult, s
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.sizes.read_config import read_model
 from llava_mcore.plan.timeline import draw
+from llava_mcore.plan.towers import chosen_tower
 
 MOST_GPUS = 1 << 20
 
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of a run, and those of a plan."""
     p = make_parser(
         "python -m llava_mcore plan",
-        "Predict memory and time of a run on GPUs that need not be there, for every layout that run.py accepts. "
+        "Predict memory and time of a run for every layout that train accepts; no GPU is needed. "
         "Takes the run's own flags; --gpus is the number of GPUs (per node, with --node).",
         dry_run=False,
     )
@@ -44,22 +45,22 @@ def parser() -> argparse.ArgumentParser:
     )
     plan_flags.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, if it has more or less")
     plan_flags.add_argument(
-        "--vary", nargs="+", choices=VARIED, default=[], help="also try what changes the results of training"
+        "--vary", nargs="+", choices=VARIED, default=[], help="also try options that change training results"
     )
     # What to predict, and how to show it.
-    plan_flags.add_argument("--as-given", action="store_true", help="predict the given layout only")
+    plan_flags.add_argument("--as-given", action="store_true", help="predict only the given layout")
     plan_flags.add_argument(
-        "--compare", nargs="+", metavar="key=value", help="the given layout beside one with these other values"
+        "--compare", nargs="+", metavar="key=value", help="compare the given layout with one that has these values"
     )
     plan_flags.add_argument(
-        "--draw", type=Path, metavar="FILE", help="timeline of a step of the first one, .png or .svg"
+        "--draw", type=Path, metavar="FILE", help="draw the timeline of a step of the first layout, as .png or .svg"
     )
     plan_flags.add_argument(
-        "--calibrate", type=Path, metavar="FILE", help="measure the GPUs of this machine, write FILE, nothing else"
+        "--calibrate", type=Path, metavar="FILE", help="only measure this machine's GPUs and write FILE"
     )
-    plan_flags.add_argument("--calibration", type=Path, metavar="FILE", help="what --calibrate has written")
+    plan_flags.add_argument("--calibration", type=Path, metavar="FILE", help="file written by --calibrate")
     plan_flags.add_argument("--top", type=int, default=10, metavar="N", help="layouts to list (default %(default)s)")
-    plan_flags.add_argument("--best", action="store_true", help="print the command of the best layout, nothing else")
+    plan_flags.add_argument("--best", action="store_true", help="print only the command of the best layout")
     plan_flags.add_argument("--json", action="store_true", help="print everything as JSON")
     return p
 
@@ -134,7 +135,7 @@ def _read(args: argparse.Namespace) -> tuple[Searched, str, Sequence[tuple[str, 
     model = replace(model, pixels=pixels)
     material = material_of(model, configured.data.path)
     if configured.parallel.balance == "auto" and configured.parallel.pipeline_model_parallel_size > 1:
-        configured = balanced(configured, world, hf_dir, gpu.devices[0])
+        configured = balanced(with_tower(configured, world, hf_dir, gpu.devices[0]).run, world, hf_dir, gpu.devices[0])
     fit, words = Efficiency(), material.words
     if args.calibration is not None:
         calibration = read_calibration(args.calibration, gpu)
@@ -162,10 +163,14 @@ def _world(gpus: object, run: RunConfig) -> int:
 
 
 def _candidate(searched: Searched, run: RunConfig) -> Candidate:
-    """Return a configuration with its prediction. ConfigError if run.py would refuse it."""
+    """Return a configuration with its prediction. ConfigError if `train` would refuse it."""
+    if run.parallel.vision_data_parallel == "auto" and run.parallel.tensor_model_parallel_size > 1:
+        # As a run will choose, which knows the kind of GPU and no calibration.
+        of_run = replace(searched, run=run, machine=Machine(searched.gpu, Efficiency()))
+        run = chosen_tower(of_run, searched.gpu).run
     refused = searched.problems(run)
     if refused:
-        raise ConfigError(problems("run.py would refuse this", refused))
+        raise ConfigError(problems("train would refuse this", refused))
     return Candidate({}, run, searched.predict(run))
 
 

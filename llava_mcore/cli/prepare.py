@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--image-key", help="field with the images (default: image or images)")
     p.add_argument("--question-key", help="field with the question (default: question, instruction, …)")
     p.add_argument("--answer-key", help="field with the answer (default: answer, answers, …)")
-    p.add_argument("--captions", action="store_true", help="there are no questions; the image is the question")
+    p.add_argument("--captions", action="store_true", help="allow rows without a question, such as captions")
     p.add_argument(
         "--preference-pairs", action="store_true", help="rows have a chosen and a rejected answer (docs/prepare.md)"
     )
@@ -101,20 +101,25 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_shard_flags(p: argparse.ArgumentParser) -> None:
     """Add how samples are counted, packed and divided over shards."""
-    p.add_argument("--tokenizer-load-dir", type=Path, metavar="T", help="count tokens as in training with this folder")
+    p.add_argument(
+        "--tokenizer-load-dir",
+        type=Path,
+        metavar="T",
+        help="folder to count tokens with, as in training",
+    )
     p.add_argument("--chat-template", help="template to count with, a name or a .jinja file (default: that of T)")
-    p.add_argument("--lang", choices=("jp", "en"), help="selects the template if T has none")
+    p.add_argument("--lang", choices=("jp", "en"), help="language, which selects a template if T has none")
     p.add_argument("--pack-to", type=positive, metavar="N", help="pack conversations offline into samples of N tokens")
     p.add_argument(
         "--sample-multiple", type=positive, default=1, metavar="M",
-        help="with --pack-to: round the length of each conversation up to a multiple of M in a pack, 2 x --cp of "
-        "training (default 1)",
+        help="with --pack-to: round the length of each conversation up to a multiple of M; for training with --cp, use "
+        "2 x cp (default 1)",
     )  # fmt: skip
     p.add_argument(
         "--samples-per-shard", type=positive, metavar="N",
         help="rows per tar file; --val-ratio counts these files (default 1000, or fewer for --val-ratio of few rows)",
     )  # fmt: skip
-    p.add_argument("--max-rows", type=positive, metavar="N", help="only the first N rows of the sources (default: all)")
+    p.add_argument("--max-rows", type=positive, metavar="N", help="read only the first N rows of the sources")
     p.add_argument("--shuffle-seed", type=int, default=0, metavar="N", help="seed of the order of rows (default 0)")
     p.add_argument("--keep-order", action="store_true", help="do not shuffle: rows keep the order of the sources")
     p.add_argument(

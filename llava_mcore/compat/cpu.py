@@ -1,4 +1,4 @@
-"""Run megatron-core 0.19 on a machine without CUDA, over gloo. With CUDA, `install` at most mends torch's optimizer.
+"""Run megatron-core 0.19 on a machine without CUDA, over gloo. With CUDA, `install` at most fixes torch's optimizer.
 
 megatron-core uses "the current CUDA device", CUDA generators and streams unconditionally; here all of them are the
 CPU's. As a consequence "CUDA" and CPU random numbers are one stream: code that draws random numbers on one rank only

@@ -39,7 +39,7 @@ _GATE, _UP, _FUSED = "mlp.gate_proj", "mlp.up_proj", "mlp.weights_in"
 def exact_attention(text: PretrainedConfig) -> str:
     """Return the attention with which transformers computes what a language model's config says.
 
-    Its default, "sdpa", ignores Gemma 2's cap of attention scores without a word.
+    Its default, "sdpa", silently ignores Gemma 2's cap on attention scores.
     """
     return "eager" if "attn_logit_softcapping" in text.to_dict() else "sdpa"
 

@@ -92,7 +92,7 @@ def _declared() -> Iterator[KeyFlag]:
 
 
 def _listed(flags: Iterable[KeyFlag]) -> tuple[KeyFlag, ...]:
-    """Return a group's flags in the order of the schema, but for those with `after`."""
+    """Return a group's flags in the order of the schema, except those with `after`."""
     listed: list[KeyFlag] = []
     moved: list[list[KeyFlag]] = []
     section, target = "", listed
@@ -179,8 +179,14 @@ def parse_command_line(
 
 
 def _take_overrides(typed: dict[str, Any]) -> list[str]:
-    """Join the values of flags that take several, and return the key=value strings that followed them."""
+    """Join the values of flags that take several, and return the key=value strings that followed flags."""
     overrides: list[str] = []
+    fields = dict(config_fields())
+    for flag in (flag for flag in ALL_FLAGS if flag.alone is not None and typed[flag.key] is not None):
+        # argparse takes the next word for the value, which may be an override or a file.
+        if typed[flag.key] not in _choices(fields[flag.key]):
+            overrides.append(typed[flag.key])
+            typed[flag.key] = flag.alone
     for flag in (flag for flag in ALL_FLAGS if flag.many and typed[flag.key] is not None):
         values = [text for text in typed[flag.key] if "=" not in text]
         if not values:
@@ -259,8 +265,15 @@ def _argument(flag: KeyFlag, info: FieldInfo) -> dict[str, Any]:
         return {"action": "store_const", "const": flag.value, "help": f"Choose {flag.value}. {help_text}"}
     if info.annotation is bool:
         return {"action": "store_const", "const": True, "help": help_text}
-    several = {"nargs": "+"} if flag.many else {}
+    several: dict[str, Any] = {"nargs": "+"} if flag.many else {}
+    if flag.alone is not None:
+        several = {"nargs": "?", "const": flag.alone}
     return {"metavar": _metavar(info.annotation), "help": help_text, **several}
+
+
+def _choices(info: FieldInfo) -> tuple[str, ...]:
+    """Return the words of a field that is a choice."""
+    return get_args(info.annotation)
 
 
 def _metavar(annotation: Any) -> str:

@@ -31,7 +31,7 @@ def check_needs(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
     """
     for key, needs in NEEDS.items():
         default, value = _DEFAULTS[key], value_of(run, key)
-        if value == default and key not in typed:
+        if value in needs.idle or (value == default and key not in typed):
             continue
         if not any(needs.accepts(value_of(run, other)) for other in needs.keys):
             name = name_of(key)

@@ -56,9 +56,18 @@ def _as_number(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _as_switch(value: Any) -> Any:
+    """Return a switch of older configurations, or YAML's on and off, as text."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return {"true": "on", "false": "off"}.get(value, value) if isinstance(value, str) else value
+
+
 _TENSOR = Needs("parallel.tensor_model_parallel_size", at_least=2)
 _PIPELINE = Needs("parallel.pipeline_model_parallel_size", at_least=2)
-_TENSOR_OR_CONTEXT = Needs("parallel.tensor_model_parallel_size", "parallel.context_parallel_size", at_least=2)
+_TENSOR_OR_CONTEXT = Needs(
+    "parallel.tensor_model_parallel_size", "parallel.context_parallel_size", at_least=2, idle=("auto", "off")
+)
 _CONTEXT = Needs("parallel.context_parallel_size", at_least=2)
 _HIERARCHICAL = Needs("parallel.cp_comm_type", value="a2a+p2p")
 CpCommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
@@ -95,9 +104,15 @@ class ParallelConfig(Section):
     gets fewer. none: equal stages, or as set by num_layers_in_first_pipeline_stage and …_last_…."""
     sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
     """With tensor parallelism, also divide the tokens between the divided parts of a layer: less activation memory."""
-    vision_data_parallel: Annotated[bool, Flag("--vision-data-parallel"), _TENSOR_OR_CONTEXT] = False
+    vision_data_parallel: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(_as_switch),
+        Flag("--vision-data-parallel", alone="on"),
+        _TENSOR_OR_CONTEXT,
+    ] = "auto"
     """With tensor or context parallelism, give every rank the whole vision tower (or audio encoder) and a part of the
-    images, in place of a part of the tower. Its widths then need not be divisible by --tp."""
+    images, in place of a part of the tower (on; also the flag alone). Its widths then need not be divisible by --tp.
+    auto: where `plan` predicts a shorter step, or the tower's widths do not divide; the log says which and why."""
     expert_model_parallel_size: Annotated[Parts, Flag("--ep")] = 1
     """Expert parallelism, for mixtures of experts: processes that divide the experts of a layer. They are taken from a
     stage's tensor- and data-parallel processes."""
@@ -118,6 +133,22 @@ class ParallelConfig(Section):
     """On GPUs with the distributed optimizer, gather updated weights while the next forward pass already runs."""
     backend: Annotated[Literal["nccl", "gloo"] | None, Flag("--backend")] = None
     """Communication backend. Default: nccl with GPUs, gloo without."""
+
+    @property
+    def divides_images(self) -> bool:
+        """Whether the ranks of a stage have the whole tower each, and divide the images.
+
+        The launcher replaces auto, except with context parallelism alone: its ranks have whole towers anyway, and
+        would all compute the same.
+        """
+        if self.vision_data_parallel == "auto":
+            return self.context_parallel_size > 1 and self.tensor_model_parallel_size == 1
+        return self.vision_data_parallel == "on"
+
+    @property
+    def whole_towers(self) -> bool:
+        """Whether tensor-parallel ranks have the whole tower each, in place of a part of it."""
+        return self.divides_images and self.tensor_model_parallel_size > 1
 
     @property
     def replica_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Adapters of a checkpoint on their way out: as PEFT's tensors, or merged into the model's."""
+"""Export of a checkpoint's adapters: as PEFT's tensors, or merged into the model's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def merged(weight: Tensor, adapters: Iterable[Matrices]) -> Tensor:
 
 @dataclass(frozen=True)
 class CheckpointAdapters:
-    """The adapters of one iteration, and what of the model was trained beside them.
+    """The adapters of one iteration, and parameters of the model that were trained with them.
 
     `model` has memory for nothing else. `base`: the weights they belong to.
     """
@@ -150,7 +150,8 @@ class CheckpointAdapters:
             yield from zip(entry.hf_names, entry.layout.to_hf(stacked), strict=True)
 
     def _own_tensors(self, plan: LoraSettings) -> dict[str, tuple[Tensor, ...]]:
-        """Return what an adapter has of the model itself: Megatron's name, and the Hugging Face tensors."""
+        """Return the model's own parameters that belong to an adapter: Megatron's name, and the Hugging Face
+        tensors."""
         own_names = own_parameters([plan], self.layers)
         return {
             name: self.layers.entries[name].layout.to_hf(parameter.detach())

@@ -66,7 +66,7 @@ def _replaced(tokenizer_dir: Path) -> tuple[str, ...]:
 
 
 def update_config(folder: Path, dtype: str | None) -> None:
-    """Make an export's config.json say what its weight files are.
+    """Make an export's config.json match its weight files.
 
     Args:
         dtype: torch's name of the dtype of all weights; None if they have several.

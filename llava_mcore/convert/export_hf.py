@@ -78,11 +78,11 @@ def export_hf(
     Raises:
         CheckpointError, ConversionError, ConfigError: nothing was written, or it was removed again.
     """
-    # What is read, and whether its adapters go with the options.
+    # Find the checkpoint, and check that the options fit its adapters.
     require_absent(Path(hf_dir), activity="the export")
     checkpoint, iteration = layout.latest_readable(Path(megatron_dir))
     check_adapter_options(checkpoint, merge=merge, adapter=adapter, base_dir=base_dir, base_model=base_model)
-    # How it is written.
+    # Options for writing.
     how = _FolderExport(
         tensor_parallel, pipeline_parallel, hf_config, tokenizer_dir, dtype, max_shard_size, workers, verify
     )

@@ -93,7 +93,7 @@ def import_hf(
             # 5. The bytes: threads transform, hash and write one file after the other.
             write = functools.partial(run_with_progress, "import", write_file, workers=workers)
             streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
-            # 6. What belongs to the weights: config, tokenizer, unused tensors, the manifest, checksums.
+            # 6. Companions of the weights: config, tokenizer, unused tensors, the manifest, checksums.
             digests = _write_beside(streamed, hf, folder, table, checkpoint, tp=tp, pp=pp, dtype=name)
             # 7. The comparison, if it was asked for; then the checkpoint is complete.
             if verify:

@@ -101,7 +101,7 @@ def run_rank(rank: int, num_processes: int, port: int, job: Path) -> None:
     recorder = Recorder(_whole_tokens(names, inputs["input_ids"].shape[1]) if groups.cp_size > 1 else None)
     watch_ours(recorder, model, names, lambda x: _gather(groups, x))
     result: dict[str, Any] = {"logits": forward(model, inputs), "modules": recorder.outputs}
-    # Replicas, between which experts are divided, have the same.
+    # Replicas that share experts have the same outputs.
     if groups.tp_rank == 0 and groups.cp_rank == 0 and groups.dp_rank == 0:
         torch.save(result, job / f"stage{groups.pp_rank}.pt")
     shut_down()
@@ -115,7 +115,7 @@ def _gather(groups: Groups, x: Tensor) -> Tensor:
 
 
 def _whole_tokens(names: HfNames, length: int) -> Callable[[str, Tensor], Tensor]:
-    """Return what gathers the outputs of the language model from context-parallel ranks, in the order of `length`
+    """Return a function that gathers the language model's outputs from context-parallel ranks, in the order of `length`
     tokens."""
     group = context_parallel_group()
     multiple = 2 * group.size()

@@ -205,7 +205,7 @@ def parameters(
 
 
 def _joined(parts: Sequence[tuple[int, StoredParameter]]) -> StoredParameter:
-    """Return a parameter of whose rows each part has some, from a first one on, in the coordinates of the parameter."""
+    """Return a parameter whose rows are divided over parts, in the coordinates of the parameter."""
     if len(parts) == 1:
         return parts[0][1]
     chunks: list[tuple[TensorSlice, Chunk | TensorAt]] = []

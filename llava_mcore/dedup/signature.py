@@ -127,7 +127,7 @@ def images_of(chat: ChatSample) -> list[Image.Image]:
 def perceptual_hash(image: Image.Image) -> bytes:
     """Return the hash of an image's low frequencies, HASH_SIDE ** 2 bits: 1 where one is above their median.
 
-    This is pHash (Zauner, "Implementation and benchmarking of perceptual image hash functions", 2010), but for a
+    This is pHash (Zauner, "Implementation and benchmarking of perceptual image hash functions", 2010), except for a
     margin: where a drawing is symmetric or nearly empty, many frequencies are about 0, and compressing it would change
     the bits of half of them.
     """

@@ -13,7 +13,7 @@ from llava_mcore.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """This machine's place in a cluster, from the environment. Flags decide what is None.
+    """This machine's place in a cluster, from the environment. For fields that are None, flags decide.
 
     Attributes:
         source: the variable that it was read from, for messages.
@@ -56,7 +56,8 @@ def read_cluster(environ: Mapping[str, str]) -> ClusterNode | None:
 
 
 def _of_vertex(text: str) -> ClusterNode:
-    """Return what Vertex AI's description of its worker pools says: the only machine of pool 0 is the first."""
+    """Return this machine's place from Vertex AI's description of its worker pools: the only machine of pool 0 is the
+    first."""
     try:
         described: Any = json.loads(text)
         pools, task = described["cluster"], described["task"]

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from llava_mcore.config.rules.parallel import check_balance
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.launch.preflight import with_epochs
-from llava_mcore.plan.forecast import balanced, forecast
+from llava_mcore.plan.forecast import balanced, forecast, with_tower
 from llava_mcore.plan.sizes.read_config import read_model
+from llava_mcore.plan.towers import ChosenTower
 
 
-def completed(run: RunConfig, world_size: int, gpu_count: int) -> RunConfig:
-    """Return a run with the values that follow from its data and its model: samples of an epoch, layers of stages.
+def completed(run: RunConfig, world_size: int, gpu_count: int) -> ChosenTower:
+    """Return a run with the values that follow from its data and its model: samples of an epoch, layers of stages,
+    whether its tower is divided, with a line that says so.
 
     Raises:
         DataError, ConfigError, CheckpointError: data or model cannot be read.
     """
     run = with_epochs(run)
-    parallel = run.parallel
+    device = device_name() if gpu_count else None
+    tower = ChosenTower(run)
+    if run.parallel.tensor_model_parallel_size > 1:
+        tower = with_tower(run, world_size, _model_folder(run), device)
+    run, parallel = tower.run, run.parallel
     if parallel.balance == "none" or [*check_balance(parallel)]:  # a rule reports it
-        return run
+        return tower
     if parallel.pipeline_model_parallel_size == 1:
-        return run
-    return balanced(run, world_size, _model_folder(run), device_name() if gpu_count else None)
+        return tower
+    return replace(tower, run=balanced(run, world_size, _model_folder(run), device))
 
 
 def memory_warning(run: RunConfig, world_size: int, gpu_count: int) -> str | None:
-    """Return that a run will not fit into this machine's GPUs, with the nearest layout that would; None if it may fit,
-    or where nothing is known."""
+    """Return a warning if a run will not fit into this machine's GPUs, with the closest layout that would; None if it
+    may fit, or if the GPUs are not known."""
     device = device_name() if gpu_count else None
     if device is None:
         return None

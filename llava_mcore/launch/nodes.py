@@ -94,7 +94,7 @@ def check_gpu_ids(launch: LaunchConfig, gpu_count: int) -> list[str]:
 
 
 def _other_count(launch: LaunchConfig, cluster: ClusterNode) -> list[str]:
-    """Return that another number of machines was given than the scheduler has started."""
+    """Return a problem if --node differs from the number of machines that the scheduler started."""
     if launch.num_nodes in (None, 1) or cluster.count in (None, launch.num_nodes):
         return []
     return [f"--node {launch.num_nodes}: by {cluster.source}, this job has {cluster.count} machines: omit the flag"]
@@ -105,14 +105,14 @@ def _contradictions(launch: LaunchConfig, job: SlurmJob) -> list[str]:
     errors = []
     if job.num_tasks > job.num_nodes:
         errors.append(
-            f"SLURM started run.py {job.num_tasks} times on {job.num_nodes} nodes, and each starts all processes of "
+            f"SLURM started train {job.num_tasks} times on {job.num_nodes} nodes, and each starts all processes of "
             "its node: use srun --ntasks-per-node=1"
         )
     if job.num_nodes == 1 and job.job_nodes > 1 and launch.num_nodes is None:
         errors.append(
-            f"SLURM job {job.job_id} has {job.job_nodes} nodes and run.py was started on one of them: start it with "
-            "srun --ntasks-per-node=1, as scripts/slurm/train.sbatch does, or pass --node 1"
+            f"SLURM job {job.job_id} has {job.job_nodes} nodes and train was started on only one of them: start it "
+            "with srun --ntasks-per-node=1, as scripts/slurm/train.sbatch does, or pass --node 1"
         )
     if job.num_nodes > 1 and launch.num_nodes not in (None, job.num_nodes):
-        errors.append(f"--node {launch.num_nodes}: SLURM started run.py on {job.num_nodes} nodes: omit the flag")
+        errors.append(f"--node {launch.num_nodes}: SLURM started train on {job.num_nodes} nodes: omit the flag")
     return errors

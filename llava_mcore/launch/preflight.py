@@ -96,11 +96,11 @@ def preflight(
     if not in_image:
         errors += _missing_libraries(run)
     errors += [*check_gpu_ids(run.launch, gpu_count), *check_interface(run.launch)]
-    # Folders. No rule can ask a model that is missing: its name is told before the imports, in a quarter of the time.
+    # Folders. Rules need the model, so a missing one is reported here, before the imports that take most of the time.
     start = _check_folders(run, errors)
     if not _model_exists(run, start):
         return errors + check_run(run, None, world_size, gpu_count > 0, typed=typed)
-    # These import transformers, for which errors in flags and folders should not wait.
+    # These import transformers, which takes long: errors in flags and folders are reported first.
     from llava_mcore.adapters.adaptation import adapter_setup_of
     from llava_mcore.compat.delta_rule import capabilities_of_gpus, has_fla, triton_without_gradients
     from llava_mcore.data.encode.augment import Augmentation, augmentation_of
@@ -108,7 +108,7 @@ def preflight(
     from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
     from llava_mcore.training.assets import run_assets
 
-    # The model, and what is done with the data.
+    # The model and the data.
     dims: ModelDims | None = None
     source = ""
     if start is not None:
@@ -131,7 +131,7 @@ def preflight(
         check_choice(run.data.chat_template)
     with collecting(errors):
         Augmentation(run.data.augment)
-    # Tokenizer and processors, once everything that they are read from is right.
+    # Tokenizer and processors, once the folders that they are read from are right.
     if start is not None and dims is not None and not errors:
         with collecting(errors), _without_messages():
             assets = run_assets(run, start.hf_dir)
@@ -158,7 +158,7 @@ def _check_folders(run: RunConfig, errors: list[str]) -> StartPoint | None:
 
 
 def _model_exists(run: RunConfig, start: StartPoint | None) -> bool:
-    """Return whether there are the folders that the model and the tokenizer are read from, whatever is in them."""
+    """Return whether the folders of model and tokenizer exist; their contents are not checked."""
     folders = [run.checkpoint.hf_dir, run.checkpoint.load if start is None else start.hf_dir]
     return all(folder.exists() for folder in folders if folder is not None)
 
@@ -168,9 +168,9 @@ def preflight_of_job(
 ) -> tuple[list[str], list[str]]:
     """Return what prevents a job from starting, and what this machine cannot check.
 
-    An image of --sif-path, the model and the data have the same paths on the nodes. If the job runs in it, and this
-    machine is without our libraries, only that they exist is checked. The folders of a container (--image) are perhaps
-    not here; without them, only the rules that need no model are checked.
+    The image of --sif-path, the model and the data have the same paths on the nodes. If the job runs in an image and
+    this machine lacks our libraries, only their existence is checked. The folders of a container (--image) may not
+    exist here; then only the rules that need no model are checked.
     """
     if run.launch.image is not None:
         return _preflight_of_container(run, world_size, gpu_count, typed)
@@ -179,12 +179,12 @@ def preflight_of_job(
     errors: list[str] = []
     with collecting(errors):
         require_image(run.launch.sif_path)
-    # All checks of a run, where this machine has the libraries for them.
+    # All checks of a run, if this machine has the libraries for them.
     try:
         return [*errors, *preflight(run, world_size, gpu_count, typed, in_image=True)], []
     except ModuleNotFoundError as error:
         package = error.name
-    # Else only whether the folders exist, and the rules that need no model.
+    # Otherwise only whether the folders exist, and the rules that need no model.
     errors += [
         f"{flag} {path}: not on this machine; the job would look for it there" for flag, path in _absent(run).items()
     ]
@@ -211,7 +211,7 @@ def _preflight_of_container(
 
 
 def _absent(run: RunConfig) -> dict[str, Path]:
-    """Return the folders that a run reads and that are not on this machine, with their flags."""
+    """Return the folders that a run reads but that are missing on this machine, with their flags."""
     folders = {
         "--megatron-load-dir": run.checkpoint.load,
         "--tokenizer-load-dir": run.checkpoint.hf_dir,
@@ -251,7 +251,7 @@ def collecting(errors: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_messages() -> Iterator[None]:
-    """Log no remarks and warnings in the block: the ranks will do so."""
+    """Suppress remarks and warnings in the block: the ranks will log them."""
     logger = logging.getLogger("llava_mcore")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -262,9 +262,9 @@ def _without_messages() -> Iterator[None]:
 
 
 def completion(run: RunConfig) -> str | None:
-    """Return that a run has done all its iterations, by its own last checkpoint; None if it has not.
+    """Return a message if the run's own last checkpoint has all iterations; None otherwise.
 
-    A run by epochs whose packs or skipped samples end it sooner knows that only once it reads the checkpoint.
+    A run by epochs that ended sooner, because of packs or skipped samples, finds out only when it reads the checkpoint.
     """
     from llava_mcore.checkpoint.choose_start import start_point
 
@@ -274,7 +274,7 @@ def completion(run: RunConfig) -> str | None:
 
 
 def _reached(run: RunConfig, start: StartPoint) -> str | None:
-    """Return that a checkpoint has all iterations of the run, and how to continue; None if it has not."""
+    """Return a message if a checkpoint has all iterations of the run, with how to continue; None otherwise."""
     num_iterations = run.training.num_iterations
     if start.iteration < num_iterations or not num_iterations:
         return None
@@ -285,7 +285,7 @@ def _reached(run: RunConfig, start: StartPoint) -> str | None:
 
 
 def _too_far(run: RunConfig, start: StartPoint) -> list[str]:
-    """Return what is wrong with resuming another run's checkpoint, if nothing would be trained or saved."""
+    """Return why resuming another run's checkpoint would train and save nothing; empty if it would."""
     reached = _reached(run, start)
     if reached is None or start.kind != "load":
         return []

@@ -114,7 +114,7 @@ def inner_command(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 def require_image(sif: Path) -> None:
-    """Raise ConfigError without the image: a file, or the folder of an unpacked one."""
+    """Raise ConfigError if the image, a file or an unpacked folder, does not exist."""
     if not sif.is_file() and not sif.is_dir():
         raise ConfigError(f"{FLAG} {sif}: no such image; environments/recipe_latest.def builds one")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava_mcore.config.load import as_run_config, save_run_config
+from llava_mcore.config.load import as_run_config, load_run_config, save_run_config
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.errors import ConfigError, problems
+from llava_mcore.errors import ConfigError, LlavaMcoreError, problems
 from llava_mcore.files.regular import naming
 from llava_mcore.launch.cluster_env import checkpoint_folder
 from llava_mcore.launch.ending import last_lines
@@ -38,7 +38,7 @@ def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
         config: a configuration, its sections and keys as in a configuration file, or such a file (YAML or JSON).
 
     Returns:
-        0 at the end of the run, also if it had ended before, 75 if it was asked to stop early, 128 + n if signal n
+        0 at the end of the run, also if it was already complete, 75 if it was asked to stop early, 128 + n if signal n
         ended it, else an error's code.
 
     Raises:
@@ -57,7 +57,8 @@ def train(config: RunConfig | Mapping[str, Any] | Path | str) -> int:
 class Launch:
     """A checked run and this machine's part of it: `command` starts the workers, which read `config_file`.
 
-    completion: that all iterations are done already; else None.
+    completion: a message if all iterations are already done; else None. tower: a line about the vision tower, if its
+    division was chosen here.
     """
 
     run: RunConfig
@@ -66,6 +67,7 @@ class Launch:
     command: list[str]
     gpu_count: int
     completion: str | None = None
+    tower: str | None = None
 
     @property
     def layout(self) -> str:
@@ -79,8 +81,17 @@ class Launch:
         return (
             f"{self.nodes.count} x {per_node} processes = tp {tp}{cp} x pp {pp} x dp {dp}; "
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per iteration; "
-            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}{self._length}"
+            f"node {self.nodes.rank}: ranks {first} to {first + per_node - 1}{self._length}{self._tower}"
         )
+
+    @property
+    def _tower(self) -> str:
+        """The line about the tower, and whether the run had another choice before; else nothing."""
+        if self.tower is None:
+            return ""
+        before = _towers_before(self.config_file)
+        is_other = before is not None and before != self.run.parallel.vision_data_parallel
+        return f"\n{self.tower}" + (f"; it was {before} before: a size, the data or the GPU has changed" * is_other)
 
     @property
     def _length(self) -> str:
@@ -110,8 +121,10 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
     launch = typed.launch.model_copy(update={"num_nodes": nodes.count, "node_rank": None})  # the same on all nodes
     run, world_size = resolve(typed.model_copy(update={"launch": launch}), gpu_count)
     errors: list[str] = []
+    tower = None
     with collecting(errors):
-        run = completed(run, world_size, gpu_count)
+        chosen = completed(run, world_size, gpu_count)
+        run, tower = chosen.run, chosen.words
     others = preflight(run, world_size, gpu_count, keys)
     errors = [*others, *(error for error in errors if error not in others), *_without_submit(keys)]
     if errors:
@@ -120,7 +133,7 @@ def prepare(typed: RunConfig, keys: Collection[str] = ()) -> Launch:
         raise ConfigError(problems("The run cannot start", errors))
     config_file = run.run_dir / "run.yaml"
     command = torchrun_argv(run.launch.num_gpus, WORKER, ["--config", str(config_file)], nodes)
-    return Launch(run, nodes, config_file, command, gpu_count, completion(run))
+    return Launch(run, nodes, config_file, command, gpu_count, completion(run), tower)
 
 
 def with_save_dir(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
@@ -161,7 +174,7 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
     with RunLock(run, launch.nodes).hold():
         with naming(launch.config_file):
             save_run_config(run, launch.config_file)
-        # What a user wants to know before the first iteration.
+        # Information for the user before the first iteration.
         for notice in notices:
             print(notice, flush=True)
         print(launch.layout, flush=True)
@@ -176,6 +189,16 @@ def start(launch: Launch, notices: Sequence[str] = ()) -> int:
         for line in last_lines(run, code, first_node=launch.nodes.rank == 0):
             print(line, flush=True)
         return code
+
+
+def _towers_before(config_file: Path) -> str | None:
+    """Return the division of the tower at the run's last start; None if there was none, or it cannot be read."""
+    if not config_file.is_file():
+        return None
+    try:
+        return load_run_config(config_file).parallel.vision_data_parallel
+    except LlavaMcoreError:  # another version's
+        return None
 
 
 def _without_submit(keys: Collection[str]) -> list[str]:

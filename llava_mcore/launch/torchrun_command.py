@@ -65,15 +65,15 @@ def worker_env(
     On the CPU the ranks share the cores; with a GPU one thread is enough, and torchrun warns if it is not set.
     `gpu_ids` are indices of the GPUs that `environ` shows; empty means all.
     """
-    # What holds on every machine: threads, and a package that can be imported.
+    # On every machine: threads, and a path from which our package can be imported.
     threads = 1 if device_available else max(1, cpu_cores // num_processes)
     env = {"OMP_NUM_THREADS": str(threads), **environ}
-    # Kubeflow's defaults for torchrun: the machines meet as `_meeting` says.
+    # Kubeflow sets defaults for torchrun; remove them, since `_meeting` decides how the machines meet.
     env = {name: value for name, value in env.items() if not name.startswith("PET_")}
     path = python_path(environ.get("PYTHONPATH"))
     if path is not None:
         env["PYTHONPATH"] = path
-    # Settings for GPUs, of which the reasons are at the top of this file.
+    # Settings for GPUs; the constants at the top of this file explain them.
     if device_available:
         env.setdefault(*LAUNCH_QUEUES)
         env.setdefault(*GRAPH_REGISTER)

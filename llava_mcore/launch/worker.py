@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(config: Path, signals: StopSignals, started: float) -> int:
     """Train; return the exit code, after a message for an error."""
-    # The console first: what follows may fail.
+    # Set up the console first, because the next steps may fail.
     rank = int(os.environ["RANK"])
     log.prepare_streams()
     log.set_up(rank)
@@ -59,13 +59,13 @@ def _train(config: Path, signals: StopSignals, started: float) -> int:
         logs = {"wandb": run.logging.wandb, "tensorboard": run.logging.tensorboard}
         find_distributions_lazily()
         skip_unused_imports(*(name for name, is_on in logs.items() if not is_on))  # megatron-core's timers import them
-        # Heavy imports come after the first lines on the console, and leave out what this run does not use.
+        # Heavy imports come after the first console lines, and skip packages that this run does not use.
         with imports_without_collections():
             from llava_mcore.training.assembly import assembled
 
         with assembled(run, signals, started) as loop:
             finished = loop.run()
-    # One message for each error that is not a bug: of all ranks rank 0's, if all have the same.
+    # One message for each error that is not a bug; if all ranks have the same one, only rank 0 prints it.
     except LlavaMcoreError as error:
         if rank == 0 or not error.on_all_ranks:
             print(f"error: {error}", file=sys.stderr, flush=True)

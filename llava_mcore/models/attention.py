@@ -39,7 +39,7 @@ def sees_window(config: TransformerConfig, layer_number: int) -> bool:
 class SDPAttention(MegatronModule):
     """Causal or full attention with grouped queries; packed sequences attend within themselves only.
 
-    Layers with a window in the configuration see no further back. `softcap`: see DecoderShape. Cross-attention may have
+    Layers with a sliding window attend only within it. `softcap`: see DecoderShape. Cross-attention may have
     other lengths of keys than of queries, also packed.
 
     Drop-in for megatron-core's DotProductAttention. s: sequence, b: batch, t: packed tokens, n: heads,
@@ -127,8 +127,8 @@ class SDPAttention(MegatronModule):
     def _own_random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Make tensor-parallel ranks, which have different heads, use different dropout masks.
 
-        With sequence parallelism TransformerBlock does so for all of its layers, as for megatron-core's own attention;
-        a second fork would begin with the state that the first one began with.
+        With sequence parallelism, TransformerBlock already does so for all of its layers; a second fork would start
+        from the same state as the first one and repeat its numbers.
         """
         if self.dropout and self.training and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
@@ -155,7 +155,7 @@ class SDPAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return [q, b, n*d] for [q, b, n, d] and [k, b, g, d]; the queries are the last ones if this is causal.
 
-        Without a large mask, which would be kept until the backward pass.
+        No large mask is made, because it would be kept until the backward pass.
         """
         before = len(key) - len(query)
         if before and self._has_kernel(query):
@@ -172,7 +172,8 @@ class SDPAttention(MegatronModule):
             ]
             return torch.cat(parts)
         if before and self.softcap is None:
-            # With queries for the keys before theirs, whose results are dropped, plain causality needs no mask.
+            # Extra queries for the earlier keys, whose results are dropped, make plain causal attention work without a
+            # mask.
             padded = F.pad(query, (0, 0, 0, 0, 0, 0, before, 0))
             return self._attend_masked(padded, key, value)[before:]
         return self._attend_masked(query, key, value)

@@ -95,7 +95,7 @@ class Stages:
             # Interleaved over two stages, a batch of messages is silently paired wrongly (0.19.2).
             "batch_p2p_comm": self.virtual is None,
             "overlap_p2p_comm": self.virtual is not None,
-            # A wait of the host for the device after each message. The race it was for ended with torch 1.13.
+            # The host would wait for the device after each message, to avoid a race that torch 1.13 fixed.
             "batch_p2p_sync": False,
         }
 

@@ -29,7 +29,7 @@ def chunks_of_rank(cp_size: int, rank: int) -> tuple[int, int]:
 
 
 def across_nodes(tp_size: int, cp_size: int, world_size: int, per_node: int) -> str | None:
-    """Return that some ranks which divide samples are on different nodes; None if none are. Such ranks are neighbors,
+    """Return a line if ranks that divide samples are on different nodes; None otherwise. These ranks are neighbors,
     tensor-parallel ones first."""
     divisors = [n for n in range(1, cp_size + 1) if per_node % (tp_size * n) == 0]
     if cp_size == 1 or world_size <= per_node or cp_size in divisors:

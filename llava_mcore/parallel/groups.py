@@ -24,8 +24,8 @@ from llava_mcore.parallel.replica_groups import ControlGroup, replica_groups
 class Groups:
     """This rank's coordinates and its groups.
 
-    `agreement`: for `agree` alone. A rank that fails calls it while others may be in any other collective call; in a
-    group that both use, gloo would take the one's message for the other's, and abort.
+    `agreement`: for `agree` alone. A rank that fails calls it while others may be in any other collective call; if both
+    used the same group, gloo would confuse their messages and abort.
     """
 
     rank: int
@@ -142,7 +142,7 @@ def initialize(
     control = dist.new_group(backend="gloo", timeout=timeout)
     agreement = dist.new_group(backend="gloo", timeout=timeout)
     groups = _groups(device, control, agreement, replica, control_of_replica)
-    # Opens the sockets that later calls need, while a missing rank still is an error of the start.
+    # Open the sockets that later calls need now, while a missing rank still is an error at the start.
     sum_over_ranks(groups, [1])
     wait_for_all(groups)
     return groups
@@ -155,7 +155,7 @@ def _groups(
     replica: dist.ProcessGroup | None,
     control_of_replica: ControlGroup | None,
 ) -> Groups:
-    # Without a group of its own, a replica is what megatron-core calls the model-parallel group.
+    # A replica without its own group is megatron-core's model-parallel group.
     replica = parallel_state.get_model_parallel_group() if replica is None else replica
     ranks_of_replica = dist.get_process_group_ranks(replica)
     if control_of_replica is not None:
@@ -214,7 +214,7 @@ def tensor_and_context_parallel_group() -> dist.ProcessGroup:
 
 
 def group_of_this_rank() -> dist.ProcessGroup:
-    """Return a group of this rank alone: tensor-parallel layers in it are whole, and communicate with nobody.
+    """Return a group with only this rank: tensor-parallel layers built in it are whole and do not communicate.
 
     It is megatron-core's context-parallel group if that has one rank, else a new one.
     """

@@ -1,4 +1,4 @@
-"""The images, videos and clips of a micro-batch, divided over ranks that compute a part of them each."""
+"""The images, videos and clips of a micro-batch, divided over ranks that each compute a part of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MediaLengths = Mapping[str, Sequence[int]]
 class Items:
     """The parts of a micro-batch that belong to each item, in the order of the items.
 
-    `costs`: work of each item, of which ranks get about the same, in any unit. `num_features`: rows of the tower's
+    `costs`: work of each item, in any unit, which is divided evenly over ranks. `num_features`: rows of the tower's
     output. `rows`: rows of the fields that are divided; the others are whole on every rank. `numbering`: those of them
     whose values count their own rows from 0. `lengths`: what attention sees at once, of towers that read MEDIA_SEQLENS.
     """
@@ -84,7 +84,7 @@ def gather_items(
     """Return the rows of all items, in their order, from the rows of each rank's items; a collective call.
 
     The gradient of the result must be the same on every rank (not a share of a sum): each takes its own rows of it.
-    Only between the ranks of `context` it is a share of a sum, of which each gets its own rows.
+    Between the ranks of `context` it is a share of a sum, which is added up before each rank takes its own rows.
 
     Args:
         local: [rows, …] of this rank's items.

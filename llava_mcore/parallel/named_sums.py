@@ -109,7 +109,7 @@ def with_loss(
     config: TransformerConfig,
     divided: bool = False,
 ) -> Tensor:
-    """Return an activation as it is, through which the backward pass also reaches a loss term; report the term.
+    """Return an activation unchanged, but let its backward pass also reach a loss term; report the term.
 
     Args:
         x: anything that the loss depends on.

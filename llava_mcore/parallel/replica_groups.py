@@ -21,8 +21,8 @@ def replica_groups(
     """Build two groups over this rank's model replica, in which no other rank takes part: one for the device, unless it
     is megatron-core's model-parallel group, and a control group, unless it is of a single rank.
 
-    Torch names such a group by its ranks and by how many groups a rank is in already. That number differs between
-    stages once megatron-core has built its groups, so these are built before them.
+    torch names such a group after its ranks and the number of groups that a rank is already in. That number differs
+    between stages once megatron-core has built its groups, so these groups are built first.
 
     Raises:
         ConfigError: on all ranks, if some belong to no replica.

@@ -37,7 +37,7 @@ _ALIGNMENT = 8
 class SharedStep:
     """The micro-batches of a step on this rank's device, each with its media while it is used.
 
-    On the first stage, going through them sends the media: all ranks of the stage do it alike.
+    On the first stage, iterating sends the media, so all ranks of the stage must iterate together.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], media: Callable[[int], dict[str, Tensor]] | None) -> None:
@@ -159,8 +159,8 @@ def _broadcast_tokens(
 def _broadcast_media(
     groups: Groups, parts: Sequence[TensorFields] | None, layout: BatchHeader, num_parts: int, fields: Fields
 ) -> dict[str, Tensor]:
-    """Broadcast the media of a micro-batch within the first stage: once what all of its ranks have, then the indices of
-    the tokens of each context-parallel rank."""
+    """Broadcast the media of a micro-batch within the first stage: first the fields that all ranks need, then the token
+    indices of each context-parallel rank."""
     divided = [name for name in layout.media if fields[name].index_of == "tokens" and num_parts > 1]
     common = [name for name in layout.media if name not in divided]
     names = [common, *[divided] * (num_parts if divided else 0)]

@@ -1,4 +1,4 @@
-"""Actions of all ranks, or of one for all: if it fails on any, every rank raises the same error."""
+"""Actions of all ranks, or of one rank for all: if any rank fails, every rank raises the same error."""
 
 from __future__ import annotations
 

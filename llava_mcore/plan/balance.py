@@ -16,7 +16,7 @@ FIRST, LAST = "parallel.num_layers_in_first_pipeline_stage", "parallel.num_layer
 
 
 def divisions(num_layers: int, pp: int) -> Iterator[tuple[int, ...]]:
-    """Yield the layers of each stage for all divisions that run.py's keys can express: equal ones between two ends."""
+    """Yield the layers of each stage for all divisions that a configuration can express."""
     if pp == 1:
         yield (num_layers,)
         return
@@ -67,7 +67,7 @@ def balanced_layers(
 
 
 def stage_keys(layers: tuple[int, ...]) -> Mapping[str, int | None]:
-    """Return the values of run.py's keys for a division; None where all stages are equal."""
+    """Return the values of the configuration keys for a division; None if all stages are equal."""
     if len(set(layers)) == 1:
         return {FIRST: None, LAST: None}
     return {FIRST: layers[0], LAST: layers[-1]}

@@ -15,17 +15,18 @@ from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GIB, GPUS, Gpu, gpu_of_device
 from llava_mcore.plan.layout import layout_of
 from llava_mcore.plan.predict import Prediction
-from llava_mcore.plan.search import Searched, changed, search
+from llava_mcore.plan.search import TOWERS, Searched, changed, search
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.sizes.read_config import read_model
+from llava_mcore.plan.towers import ChosenTower, chosen_tower
 
 TOO_LARGE = 1.1
 """Times a GPU's memory from which on a prediction is a warning: it is within 5 % in most measured runs, not in all."""
 BEYOND = 0.1
 """Difference from the prediction that is a warning."""
 STAND_IN = "h200"
-"""Kind of GPU to balance stages for where the machine's is not in the table: ratios of times are similar."""
+"""Kind of GPU to choose for where the machine's is not in the table: ratios of times are similar."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,17 @@ def _searched(run: RunConfig, world: int, model: Model, gpu: Gpu) -> Searched:
     smallest, largest = run.data.min_pixels or model.pixels[0], run.data.max_pixels or model.pixels[1]
     model = replace(model, pixels=(smallest, largest))
     return Searched(model, material_of(model, run.data.path).samples, run, world, Machine(gpu, Efficiency()))
+
+
+def with_tower(run: RunConfig, world: int, hf_dir: Path, device: str | None) -> ChosenTower:
+    """Return a run with --vision-data-parallel auto as one with `on` or `off`: `off` for sizes that cannot be read."""
+    if run.parallel.vision_data_parallel != "auto" or run.parallel.tensor_model_parallel_size == 1:
+        return ChosenTower(run)
+    result = None if device is None else gpu_of_device(device)
+    try:
+        return chosen_tower(_searched(run, world, read_model(hf_dir), result or GPUS[STAND_IN]), result)
+    except (LlavaMcoreError, ValueError):
+        return ChosenTower(changed(run, {TOWERS: "off"}))
 
 
 def balanced(run: RunConfig, world: int, hf_dir: Path, device: str | None) -> RunConfig:

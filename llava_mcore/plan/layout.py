@@ -52,7 +52,8 @@ class RunLayout:
     num_micro_batches: int
     virtual: int = 1
     sequence_parallel: bool = False
-    whole_towers: bool = False
+    divides_images: bool = False
+    """Whether the ranks of a stage have the whole tower each, and divide the images."""
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
@@ -89,9 +90,9 @@ class RunLayout:
     """Groups of data-parallel ranks that each have all shards (--hsdp)."""
 
     @property
-    def divides_images(self) -> bool:
-        """Whether the ranks of a stage have the whole tower each, and divide the images."""
-        return self.whole_towers or (self.cp > 1 and self.tp == 1)
+    def whole_towers(self) -> bool:
+        """Whether tensor-parallel ranks have the whole tower each, in place of a part of it."""
+        return self.divides_images and self.tp > 1
 
     @property
     def tower_ranks(self) -> int:
@@ -164,7 +165,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         virtual=max(1, layers[0] // chunk) if chunk and pp > 1 else 1,
         # Who has which part of the model and of the optimizer.
         sequence_parallel=parallel.sequence_parallel and tp > 1,
-        whole_towers=parallel.vision_data_parallel,
+        divides_images=parallel.divides_images,
         distributed_optimizer=parallel.divides_optimizer,
         fsdp=parallel.fsdp,
         replicas=parallel.hsdp_replicas,

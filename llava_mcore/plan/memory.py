@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llava_mcore.plan.context import buffers
+from llava_mcore.plan.experts import captures_experts, expert_gradients, graphed_experts
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.parameters import StageParameters, owned, owned_tables, stage_parameters
@@ -69,6 +70,7 @@ def _with_peak(
     tower = in_flight * tower_activations(model, layout, work) if first else 0.0
     # The output layer is done before the first layer's backward pass begins.
     output, temporary = output_layer(model, layout, work) if last else 0.0, _temporary(model, layout, work)
+    apart = captures_experts(model, layout)  # the memory of graphs is not used for anything else
     pixels = _pixels(work, in_flight) if first else 0.0
     graphs = _graphs(model, layout, work, parameters, fit) if layout.graphs else 0.0
     parts = {
@@ -77,8 +79,8 @@ def _with_peak(
         "optimizer": _state(layout, parameters),
         "activations": stored,
         "tower_activations": tower,
-        "output_layer": output if output > temporary else 0.0,
-        "temporary": temporary if temporary >= output else 0.0,
+        "output_layer": output if apart or output > temporary else 0.0,
+        "temporary": temporary if apart or temporary >= output else 0.0,
         "pixels": pixels,
         "graphs": graphs,
     }
@@ -180,7 +182,6 @@ def decoder_activations(model: Model, layout: RunLayout, work: Work, num_layers:
 def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     """Return the activations of a trained tower, and those of the connector."""
     t, tp = model.tower, 1 if layout.divides_images else layout.tp
-    share = layout.tower_ranks  # a part of the images, or of every layer
     connector = sum(
         2 * (x.inputs + x.outputs) * x.share * (work.positions if x.per == "position" else work.pictures)
         for x in model.connector.products
@@ -193,7 +194,7 @@ def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
         per_layer -= 2 * t.hidden + (t.padded_ffn - t.hidden) / tp
     layers = t.num_layers * (2 * t.hidden if layout.recompute_vision else per_layer)
     peak = per_layer if layout.recompute_vision else 0
-    return connector + work.positions / share * (layers + peak)
+    return connector + work.local_positions * (layers + peak)
 
 
 def output_layer(model: Model, layout: RunLayout, work: Work) -> float:
@@ -209,7 +210,7 @@ def output_layer(model: Model, layout: RunLayout, work: Work) -> float:
 def _temporary(model: Model, layout: RunLayout, work: Work) -> float:
     """Return what the backward pass of a layer needs beside its activations: gradients inside it, and of a matrix."""
     d = model.decoder
-    gradients = work.computed * (6 * d.ffn / layout.tp + 4 * d.hidden)
+    gradients = work.computed * (6 * d.ffn / layout.tp + 4 * d.hidden) + expert_gradients(model, layout, work)
     matrix = 2 * 2 * d.hidden * d.ffn / layout.tp
     again = (
         layout.recompute_unit * layer_bytes(model, replace(layout, recompute="none"))
@@ -230,7 +231,7 @@ def _graphs(model: Model, layout: RunLayout, work: Work, p: StageParameters, fit
     """Return what CUDA graphs keep apart: inputs and results of each, and gradients of its matrices."""
     tensors = 2.0 * work.computed * model.decoder.hidden * sum(layout.layers)
     grads = 2.0 * p.layers * layout.trains_language
-    total = fit.graph_tensors * tensors + fit.graph_gradients * grads
+    total = fit.graph_tensors * tensors + fit.graph_gradients * grads + graphed_experts(model, layout)
     if layout.graphs_vision and layout.trains_tower:
         tower = tower_activations(model, layout, work)
         total += fit.graph_tower * tower

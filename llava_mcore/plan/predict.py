@@ -119,6 +119,7 @@ def _after_passes(model: Model, layout: RunLayout, machine: Machine, passes: flo
     beside_passes = layout.overlap_param_gather and layout.fsdp in ("none", "optim_grads_params")
     hidden_gather = fit.exposed if beside_passes else 1.0
     exposed = reduce * hidden_reduce + gather * hidden_gather
+    exposed += _tower_sum(model, layout, machine)
     if layout.fsdp == "optim_grads_params":
         exposed = max(exposed, reduce + gather - passes)
     local = owned(layout, parameters)
@@ -127,6 +128,14 @@ def _after_passes(model: Model, layout: RunLayout, machine: Machine, passes: flo
     if layout.offloaded_bytes:
         update += local * 6 / 25e9 + local * 16 / 100e9  # over PCIe, and in the host's memory
     return exposed, update + fit.host_step
+
+
+def _tower_sum(model: Model, layout: RunLayout, machine: Machine) -> float:
+    """Return the seconds in which tensor-parallel ranks add up the gradients of whole towers, once in a step."""
+    if not (layout.whole_towers and layout.trains_tower):
+        return 0.0
+    owned = model.tower.parameters / (layout.shards if layout.distributed_optimizer else 1)
+    return 2 * machine.collective(4 * owned, layout.tp, across_nodes=layout.tp > machine.gpu.per_node)
 
 
 def _sharded_messages(layout: RunLayout, p: StageParameters, machine: Machine) -> tuple[float, float]:

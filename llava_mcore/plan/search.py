@@ -1,4 +1,4 @@
-"""The search over layouts: every one that run.py's rules accept, predicted; and why the others are left out."""
+"""The search over layouts: predictions for all that the rules of `train` accept, and why others are left out."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ LONG = 32768
 """Sequences from which on processes may divide their tokens."""
 TOKENS_PER_RANK = 8192
 """Tokens that each of these processes then has at least."""
+TOWERS = "parallel.vision_data_parallel"
 CHUNK = "parallel.num_layers_per_virtual_pipeline_stage"
 SIZE = "training.micro_batch_size"
 LORA_RANK = 64
@@ -74,7 +75,8 @@ class Searched:
     def packs_of(self, layout: RunLayout) -> PackWork:
         """Return the work of packs, computed once for all layouts that share it."""
         size = 1 if layout.packing else layout.micro_batch_size
-        key = (layout.seq_length, layout.packing, layout.computed_multiple, size, layout.cp)
+        dividing = (layout.tower_ranks, layout.micro_batch_size if layout.tower_ranks > 1 else 0)
+        key = (layout.seq_length, layout.packing, layout.computed_multiple, size, layout.cp, *dividing)
         if key not in self.packs:
             self.packs[key] = packs_for(self.model, layout, self.samples)
         return self.packs[key]
@@ -85,7 +87,7 @@ class Searched:
         return predict(self.model, layout, self.packs_of(layout), self.machine)
 
     def problems(self, run: RunConfig) -> list[str]:
-        """Return why run.py would refuse it on these GPUs, except what a plan does not need: folders and a length."""
+        """Return why `train` would refuse it on these GPUs, except what a plan does not need: folders and a length."""
         training = run.training
         length = {} if training.train_samples or training.train_epochs else {"train_iters": training.train_iters or 1}
         checkpoint = run.checkpoint.model_copy(
@@ -163,10 +165,7 @@ def _options(searched: Searched, tp: int, cp: int, pp: int) -> Iterator[Changes]
         [{"model.recompute": x} for x in ("none", "selective", "full")],
         [{"model.cuda_graphs": x, "model.cuda_graphs_vision": False} for x in (False, graphs)],
     ]
-    if tp > 1:
-        axes.append([{"parallel.vision_data_parallel": x} for x in (False, True)])
-    else:
-        axes.append([{"parallel.vision_data_parallel": False}])
+    axes.append([{TOWERS: x} for x in (("off", "on") if tp > 1 else ("auto",))])
     towers: list[Changes] = [{"model.freeze_vision_model": run.model.freeze_vision_model}]
     if "tower" in vary and not run.adapter.is_on:
         towers = [{"model.freeze_vision_model": x} for x in (True, False)]

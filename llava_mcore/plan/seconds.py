@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llava_mcore.plan.context import exposed_messages
+from llava_mcore.plan.experts import mixture_seconds
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import Gpu
 from llava_mcore.plan.layout import RunLayout
@@ -35,6 +36,10 @@ class Machine:
         if shortest <= 0:
             return 0.0
         return 2 * rows * inputs * outputs / (peak * largest * shortest / (shortest + half))
+
+    def grouped(self, rows: float, inputs: float, outputs: float, *, fp8: bool) -> float:
+        """Return the seconds of an expert's part of a grouped product."""
+        return self.product(rows, inputs, outputs, fp8=fp8) / (self.fit.grouped_fp8 if fp8 and self.gpu.fp8 else 1.0)
 
     def attention(self, flops: float, length: float) -> float:
         """Return the seconds of attention whose products take so many FLOPs. `length`: of the samples."""
@@ -143,7 +148,7 @@ def _decoder_layer(
         return machine.product(tokens, inputs, outputs, fp8=fp8)
 
     mlp = product(d.hidden, 2 * d.ffn / tp) + product(d.ffn / tp, d.hidden)
-    mixture, sent, moved_again = _mixture(model, layout, work, machine)
+    mixture, sent, moved_again, quantized = mixture_seconds(model, layout, work, machine)
     mlp += d.sparse_share * (mixture - mlp)
     mixer = product(d.hidden, d.qkv / tp) + product(d.queries / tp, d.hidden)
     delta = product(d.hidden, d.delta_in / tp) + product(d.delta_out / tp, d.hidden) if d.delta_layers else 0.0
@@ -159,7 +164,8 @@ def _decoder_layer(
     inside = (4 * d.qkv + 6 * d.ffn * (1 - d.sparse_share)) / tp
     moved = machine.fit.moved * tokens * (d.num_norms * 10 * d.hidden / outside + inside)
     moved += d.sparse_share * moved_again
-    quantizing = machine.fit.quantizing * tokens * (6 * d.hidden + 3 * (d.queries + d.ffn) / tp) if fp8 else 0.0
+    quantizing = tokens * (6 * d.hidden + 3 * (d.queries + d.ffn) / tp) + d.sparse_share * quantized
+    quantizing *= machine.fit.quantizing * fp8
     restoring = _restoring(model, layout, machine)
     messages = 2 * machine.collective(2 * 2 * tokens * d.hidden, tp, across_nodes=tp > machine.gpu.per_node)
     messages += d.sparse_share * sent
@@ -183,32 +189,6 @@ def _decoder_layer(
     )
     backward += _recomputed(model, layout, forward)
     return forward, backward
-
-
-def _mixture(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tuple[float, float, float]:
-    """Return the seconds of a mixture's products, those of its messages, and the bytes that it moves, forward.
-
-    Experts are chosen equally often. Each rank sends its tokens to the ranks with their experts, and gets them back.
-    """
-    d, e = model.decoder, model.decoder.experts
-    if e is None:
-        return 0.0, 0.0, 0.0
-    tokens = work.computed / (layout.tp if layout.sequence_parallel else 1)
-    rows = tokens * layout.ep * layout.etp * e.chosen / e.count
-    local = e.count / layout.ep
-    products = local * (
-        machine.product(rows, d.hidden, 2 * e.ffn / layout.etp) + machine.product(rows, e.ffn / layout.etp, d.hidden)
-    )
-    if e.shared:
-        shared = e.shared / layout.tp
-        products += machine.product(work.computed, d.hidden, 2 * shared)
-        products += machine.product(work.computed, shared, d.hidden)
-    products += machine.product(tokens, d.hidden, e.count)
-    ranks = layout.ep * layout.etp
-    across = layout.tp * layout.ep > machine.gpu.per_node
-    messages = 2 * machine.collective(2 * tokens * e.chosen * d.hidden, ranks, across_nodes=across)
-    moved = tokens * e.chosen * (16 * d.hidden + 6 * e.ffn)
-    return products, messages, moved
 
 
 def _recomputed(model: Model, layout: RunLayout, forward: Pass) -> Pass:
@@ -242,7 +222,8 @@ def _restoring(model: Model, layout: RunLayout, machine: Machine) -> float:
 def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tuple[Pass, Pass]:
     """Return both passes of tower and connector."""
     t, tp = model.tower, 1 if layout.divides_images else layout.tp
-    positions = work.positions / layout.tower_ranks
+    positions = work.local_positions
+    share = positions / max(1.0, work.positions)
     trained = layout.trains_tower
     flows = trained or layout.adapter.vision > 0
     fp8 = layout.fp8_vision
@@ -255,20 +236,20 @@ def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tup
     products += product(w, (2 if t.gated else 1) * f / tp) + product(f / tp, w)
     full = t.num_layers if t.full_layers is None else t.full_layers
     rest = t.num_layers - full
-    divided = tp * layout.tower_ranks
     length = work.pairs / max(1.0, work.positions)
     window = work.window_pairs / max(1.0, work.positions)
     computed = t.heads * (64 if t.head_dim <= 64 else 128)  # the kernels' heads have 64 or 128 columns
-    scores = machine.attention(4 * work.pairs * computed / divided, length) * full
-    scores += machine.attention(4 * work.window_pairs * computed / divided, max(16.0, window)) * rest
+    scores = machine.attention(4 * work.pairs * share * computed / tp, length) * full
+    scores += machine.attention(4 * work.window_pairs * share * computed / tp, max(16.0, window)) * rest
     moved = (
         machine.moved(positions * (24 * w + (12 * w + (6 if t.gated else 5) * f) / tp))
         * t.num_layers
         * machine.fit.tower_moved
     )
     messages = 2 * machine.collective(4 * positions * w, tp) * t.num_layers
-    # Features of the images of other ranks, once.
-    gathered = machine.collective(2 * work.positions * w, layout.tower_ranks) if layout.cp > 1 else 0.0
+    # Features of the images of other ranks, once; of their gradients context-parallel ranks have shares of a sum.
+    gathered = machine.collective(2 * work.positions * w, layout.tower_ranks)
+    summed = machine.collective(2 * work.positions * w, layout.cp) if layout.divides_images else 0.0
     embedding = machine.product(positions, t.patch_values, t.embedding / t.patch_values)
     connector = sum(
         machine.product((work.positions if x.per == "position" else work.pictures) * x.share, x.inputs, x.outputs / tp)
@@ -276,7 +257,7 @@ def _tower(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tup
     )
     forward = products * t.num_layers + scores + moved + messages + embedding + gathered
     accumulated = machine.moved(12 * t.parameters / tp) * trained
-    backward = (products * t.num_layers * (float(trained) + 1) + 2.5 * scores + 2 * moved + messages + gathered) * flows
+    backward = (products * t.num_layers * (float(trained) + 1) + 2.5 * scores + 2 * moved + messages + summed) * flows
     backward += embedding * trained + accumulated
     if layout.recompute_vision:
         backward += forward

@@ -14,7 +14,8 @@ class Work:
 
     `computed`: tokens that the layers compute, padding included. `causal_pairs`: (query, key) pairs of the decoder's
     attention. `trained`: tokens whose loss counts. `positions`, `pairs`, `window_pairs`: of the tower, in a layer that
-    sees whole images and in one that sees windows. `pictures`: tiles, images or clips.
+    sees whole images and in one that sees windows; `local_positions`: those of the rank that has most, where ranks
+    divide the images. `pictures`: tiles, images or clips.
     """
 
     tokens: float = 0.0
@@ -24,6 +25,7 @@ class Work:
     samples: float = 0.0
     media_tokens: float = 0.0
     positions: float = 0.0
+    local_positions: float = 0.0
     pairs: float = 0.0
     window_pairs: float = 0.0
     pictures: float = 0.0
@@ -57,11 +59,11 @@ class Sample:
 
 
 NUM_SAMPLES = 400
-"""Samples that stand for a dataset: enough for means within one per cent, and few enough for a plan in a second."""
+"""Samples that stand for a dataset: enough for means within one percent, and few enough for a plan in a second."""
 
 
 def like_llava(sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> list[Sample]:
-    """Return samples like those of LLaVA's mix: nine of ten have an image, and answers are short but for a few."""
+    """Return samples like those of LLaVA's mix: nine of ten have an image, and all but a few answers are short."""
     draw = random.Random(0)
     samples = []
     for index in range(NUM_SAMPLES):

@@ -116,7 +116,7 @@ def prepare(
 def _missing_shards(
     plan: ShardList, options: Options, journal: Journal
 ) -> tuple[tuple[RowReader, ...], Iterator[tuple[int, tuple[Rows, ...]]], int | None, int | None]:
-    """Return the files, the shards that are not written yet, and their number and rows; None if nobody knows yet."""
+    """Return the files, the shards that are not written yet, and their number and rows; None if not known yet."""
     done = journal.done()
     if plan.rows_per_shard is not None:
         files = [*filter(is_streamed, plan.files)]

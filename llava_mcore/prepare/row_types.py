@@ -143,7 +143,7 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class VideoFrames:
-    """A video's frames, all of one size, and how many of them belong to a second (None: nobody says)."""
+    """A video's frames, all of one size, and frames per second (None: unknown)."""
 
     frames: tuple[ImageFile, ...]
     fps: float | None

@@ -24,7 +24,7 @@ from llava_mcore.prepare.streamed_shards import is_streamed
 FORMAT = 7
 """Incremented when other shards would be written for the same rows."""
 MOST_ROWS = 1000
-"""Rows of a shard, if nobody says how many."""
+"""Default number of rows per shard."""
 Rows = RowRange | ShuffledRows
 
 

@@ -46,7 +46,7 @@ def make_shards(
 
     Args:
         shards: read on only when a process is free for the next one.
-        num_shards: None if nobody knows yet.
+        num_shards: None if not known yet.
     """
     num_workers = num_workers if num_shards is None else min(num_workers, num_shards)
     if num_workers == 0 or num_shards == 1:  # starting processes takes seconds

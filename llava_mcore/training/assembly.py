@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def assembled(run: RunConfig, signals: StopSignals, started: float) -> Iterator[TrainingLoop]:
-    """Assemble the training loop of a run; after the block, unless it has failed, end what was assembled.
+    """Assemble the training loop of a run, and shut it down after the block unless that failed.
 
-    A watchdog ends the process if any step of that takes too long.
+    A watchdog ends the process if any step of the assembly takes too long.
 
     Args:
         started: value of time.monotonic() from which the run's time counts.
@@ -81,7 +81,7 @@ def _assemble(run: RunConfig, stop: StopRules, watchdog: Watchdog) -> tuple[Trai
         watchdog.begin(phase)
         times.begin(phase)
 
-    # This rank's place among the others says which part of the model and of the data it has.
+    # This rank's place among the others determines its part of the model and of the data.
     begin("connecting")
     groups = join_world(run)
 
@@ -142,7 +142,8 @@ def _resume_from(trainer: Trainer, start: StartPoint) -> tuple[TrainingProgress,
 
 
 def _say_completion(run: RunConfig, start: StartPoint) -> None:
-    """Log that nothing is left to train. CheckpointError if that is another run's end: this one has not begun."""
+    """Log that nothing is left to train. CheckpointError if the checkpoint is the end of another run, since this one
+    has not begun."""
     reached = (
         f"{start.checkpoint} has read all {run.training.samples_to_read} samples; to continue, raise --train-epochs, "
         "which counts the whole run"
@@ -169,7 +170,7 @@ def _end(loop: TrainingLoop, loader: TrainLoader | None) -> None:
 
 
 def _warn_of_unread_start(run: RunConfig, start: StartPoint) -> None:
-    """Log which newer checkpoints, and which start that the command names, are not used."""
+    """Log which newer checkpoints, and which --megatron-load-dir, are not used."""
     if start.passed_over:
         logger.warning(problems("checkpoints that are not used", start.passed_over))
     unread = unread_start(run, start)
@@ -198,7 +199,7 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
         begin(f"verifying {checkpoint}")
         verify = not run.checkpoint.skip_verification
         if start.kind == "resume" and is_local(checkpoint):
-            replicates_tower = run.parallel.vision_data_parallel
+            replicates_tower = run.parallel.whole_towers
             problem = unusable_here(checkpoint, groups, verify=verify, vision_data_parallel=replicates_tower)
             messages = agree(groups, problem)
             if messages:
@@ -214,7 +215,7 @@ def find_start(run: RunConfig, groups: Groups, begin: Callable[[str], None] = la
 
 
 def _verify_base(run: RunConfig, groups: Groups, checkpoint: Path) -> None:
-    """Raise CheckpointError on all ranks if the model that an adapter belongs to is missing, another, or damaged."""
+    """Raise CheckpointError on all ranks if the base model of an adapter is missing, damaged, or a different one."""
     base = decided_by_first_rank(groups, lambda: base_of(checkpoint, run.checkpoint.load).folder)
     problem = damage_found_together(groups, base)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""The global batch of a step: reading it, what is in it, and how many samples a run may skip."""
+"""The global batch of a step: reading it, counting its contents, and the limit on skipped samples."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def fetch_step(
     """Read one step's micro-batches; collective. In a step without validation or save, the only host-side one.
 
     Args:
-        flags: what else the ranks have to agree on; as many on every rank.
+        flags: further facts that the ranks have to share; the same number on every rank.
 
     Raises:
         DataError: on all ranks, if any of them could not read its data.
@@ -238,7 +238,7 @@ def fetch_step(
             problem = next(filter(None, (uncuttable(batch, groups.cp_size) for batch in batches)), None)
         except LlavaMcoreError as error:
             problem = str(error)
-    # The problem's flag travels with the counts: an agreement of its own would be one more call in every step.
+    # The flag for a problem travels with the counts, which saves one collective call per step.
     counts, sums, (failed, *set_flags) = count_all(groups, batches or [], (problem is not None, *flags))
     if failed:
         raise DataError(problems("training data cannot be used", agree(groups, problem)), on_all_ranks=True)
@@ -246,6 +246,7 @@ def fetch_step(
 
 
 def shared_names(groups: Groups, names: Sequence[str]) -> list[str]:
-    """Return the names of a blend's datasets, as many blanks on ranks that read no data; a collective call."""
+    """Return the names of a blend's datasets, or the same number of empty names on ranks that read no data; a
+    collective call."""
     (count,) = sum_over_ranks(groups, [0 if groups.rank else len(names)])
     return list(names) or [""] * count

@@ -102,7 +102,7 @@ class Iterations:
 
     @property
     def leaves_out_next(self) -> bool:
-        """Whether the next iteration's batch is not trained on (`--skip-train-iteration-range`)."""
+        """Whether the next iteration is skipped (`--skip-train-iteration-range`)."""
         return any(self.progress.iteration + 1 in left_out for left_out in self.skipped)
 
     def launched(self, fetched: Fetched, step: LaunchedStep | None, rates: Mapping[str, float]) -> None:

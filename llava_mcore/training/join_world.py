@@ -12,7 +12,7 @@ def join_world(run: RunConfig) -> Groups:
     if run.training.deterministic:
         make_deterministic()
     parallel = run.parallel
-    assert parallel.backend is not None, "run.py resolves the backend"
+    assert parallel.backend is not None, "the launcher resolves the backend"
     groups = initialize(
         backend=parallel.backend,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

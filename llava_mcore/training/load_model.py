@@ -39,7 +39,7 @@ def load_adapted(
     seed: int,
 ) -> None:
     """Load the model that adapters belong to, add them, and load what they begin with; a collective call."""
-    # The base first: what is quantized are its weights.
+    # The base first, because its weights may be quantized.
     load_checkpoint(models, adapter_setup.base.folder, groups)
     if quantize != "none" and multiplies_in_fp8:
         raise_together(groups, lambda: multiply_in_fp8(models, adapter_setup.layers))

@@ -112,7 +112,7 @@ class TrainingLoop:
         iteration = self.progress.iteration + 1
         self.watchdog.begin(f"iteration {iteration}")
 
-        # Read the batch. In the same call the ranks learn what any of them has to say, so it costs nothing.
+        # Read the batch. The same collective call exchanges the ranks' flags, at no extra cost.
         with self.profiler.iteration(iteration), self.memory.iteration(iteration):
             fetched = self.iterations.fetch(self._flags())
             asked, writing, failed = fetched.flags
@@ -125,7 +125,7 @@ class TrainingLoop:
             self._launch(fetched)
             del fetched  # its images would stay in host memory through a validation
 
-        # What this process does once, when the first iterations have shown what it needs.
+        # Once per process, when the first iterations have shown what is needed.
         if iteration == self.first:
             self.iterations.report_pending()
             keep_from_garbage_collection()
@@ -133,7 +133,7 @@ class TrainingLoop:
             self.iterations.report_pending()
             self.saver.prepare(self.progress)
 
-        # Without a validation or a save, the device is left with work: its result is read in the next iteration.
+        # Without a validation or a save, the device keeps computing: its result is read in the next iteration.
         if not self._is_anything_due(iteration):
             self._finish_save(iteration, writing=writing)
             return False
@@ -171,7 +171,7 @@ class TrainingLoop:
         iterations.launched(fetched, step, rates)
 
     def _flags(self) -> tuple[bool, bool, bool]:
-        """Return whether this rank would stop, still writes in the background, and could not write its metrics."""
+        """Return three flags: this rank would stop, still writes in the background, failed to write its metrics."""
         return self.stop.due(), self.saver.busy, self.reporter.problem is not None
 
     def _is_anything_due(self, iteration: int) -> bool:
@@ -196,8 +196,8 @@ class TrainingLoop:
         return checkpoint.async_save and min(due, default=last) < last
 
     def _do_what_is_due(self, iteration: int) -> bool:
-        """Validate, answer questions and save after an iteration; returns whether to stop. What takes minutes is not
-        begun if a rank has been asked to stop."""
+        """Validate, answer questions and save after an iteration; returns whether to stop. Tasks that take minutes
+        are not started if a rank has been asked to stop."""
         asked, writing, failed = (count > 0 for count in sum_over_ranks(self.groups, self._flags()))
         if failed:
             self.raise_log_problem()

@@ -1,5 +1,5 @@
-"""`--memory-snapshot`: torch's snapshot of a GPU's memory in one iteration with an image of it; and one by itself when
-memory has run out."""
+"""`--memory-snapshot`: torch's snapshot of a GPU's memory in one iteration, with an image. Also writes one when memory
+runs out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_FILES = 8
 
 
 class MemoryRecorder:
-    """Records one iteration on a GPU, and writes a snapshot when memory has run out. No method is a collective call."""
+    """Records one iteration on a GPU, and writes a snapshot when memory runs out. No method is a collective call."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -47,8 +47,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         fp8=fp8_options(run),
         recompute=recompute_options(model, model.recompute),
         recompute_vision=recompute_options(model, model.recompute_vision),
-        # Context-parallel ranks have whole towers anyway, and would all compute the same.
-        vision_data_parallel=run.parallel.vision_data_parallel or (groups.cp_size > 1 and groups.tp_size == 1),
+        vision_data_parallel=run.parallel.divides_images,
         force_balance=run.router.force_balance,
     )
 
@@ -107,7 +106,7 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
 def stages(run: RunConfig, groups: Groups, num_layers: int) -> Stages:
     """Return how the language model's layers are split over pipeline stages."""
     parallel = run.parallel
-    assert parallel.balance == "none", "run.py resolves the balance"
+    assert parallel.balance == "none", "the launcher resolves the balance"
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     return Stages(
         first=parallel.num_layers_in_first_pipeline_stage,

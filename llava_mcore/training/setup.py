@@ -115,7 +115,7 @@ def build_trainer(
     Args:
         begin: called with the name of each phase.
     """
-    # What the model is, which of its parameters are trained, and this rank's part of it.
+    # The model's description, its trained parameters, and this rank's part of it.
     begin("building the model")
     hf, adapter_setup = raise_together(groups, lambda: _read_model(run, start))
     trained = trained_parameters(hf, run.model) if adapter_setup is None else adapter_setup.trained
@@ -161,14 +161,15 @@ def build_trainer(
 def saved_state(
     models: Sequence[VisionLanguageModel], adapter_setup: AdapterSetup | None, *, is_loading: bool
 ) -> ShardedStateDict:
-    """Return the sharded state of a rank's chunks; with adapters, of what belongs to them alone."""
+    """Return the sharded state of a rank's chunks; with adapters, only that of the adapters and other trained
+    parameters."""
     if adapter_setup is None:
         return model_state(models, is_loading=is_loading)
     return adapter_state(models, adapter_setup.own_names, is_loading=is_loading)
 
 
 def _read_model(run: RunConfig, start: StartPoint) -> tuple[PretrainedConfig, AdapterSetup | None]:
-    """Read what describes the model, and its adapters."""
+    """Read the descriptions of the model and its adapters."""
     hf = load_hf_config(start.hf_dir)
     return hf, adapter_setup_of(run.adapter, hf, start.checkpoint, run.checkpoint.load)
 
@@ -180,7 +181,7 @@ def _build_optimizer(
     chunks: Sequence[DataParallelModel],
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build the optimizer and schedule of the model's chunks; a collective call."""
-    divides = run.parallel.vision_data_parallel
+    divides = run.parallel.whole_towers
     matrices = find_matrices(models, hf, whole_towers=divides) if run.optimizer.name == "muon" else None
     optimizer = build_optimizer(run, chunks, matrices)
     for chunk in chunks:
@@ -218,7 +219,7 @@ def build_models(
         )
         for i in range(num_virtual or 1)
     ]
-    # What depends on the run, and not on the model alone.
+    # Settings that depend on the run, not only on the model.
     for model in models:
         set_trained(model, trained)
         has_sum = run.parallel.fsdp == "none"  # of gradients over micro-batches, whole and all the time

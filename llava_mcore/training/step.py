@@ -131,13 +131,13 @@ def train_step(
     The host does not wait for the device, so it can launch the next step while this one is computed.
 
     Args:
-        num_samples: by which the learning-rate schedule advances.
+        num_samples: number of samples by which the learning-rate schedule advances.
         only_if_finite: keep the weights as they were if loss or gradient norm are not finite. The host waits for both
             before the update. It does so for fp16 too, whose loss scaler decides on the update.
         dataset_names: of a blend, as many on all ranks: the result has the loss of each. Empty without a blend.
-        loads: of a model with experts, whose tokens the result has.
+        loads: counters of tokens per expert, which go into the result; for a model with experts.
     """
-    # Shapes that the last step ran without a graph get theirs; gradients begin at zero.
+    # Capture graphs for shapes that the last step ran without one; gradients begin at zero.
     for part in graphs:
         part.capture()
     for chunk in chunks:

@@ -126,7 +126,7 @@ class Validator:
         filler: MicroBatch | None = None
         sums = torch.zeros(2, dtype=torch.float64)
         used = skipped = rounds = 0
-        # As many micro-batches as a training step has at a time, until no replica has any left.
+        # Run as many micro-batches at a time as a training step has, until no replica has any left.
         try:
             while True:
                 self.watchdog.begin(f"validation after iteration {iteration}, dataset {part + 1}, part {rounds + 1}")
@@ -172,8 +172,8 @@ class Validator:
         return self.most_batches if count and self._is_interleaved else count
 
     def _filler(self, batches: Sequence[HostBatch], per_replica: Sequence[int]) -> MicroBatch | None:
-        """Return a micro-batch without loss for a replica that has fewer than it runs, on ranks that load data; a
-        collective call if one has none at all, and gets that of another."""
+        """Return a micro-batch without loss to fill up a replica's passes, on ranks that load data; a collective call
+        if a replica has none at all and gets that of another."""
         groups, fields = self.trainer.groups, self.trainer.fields
         filler = without_loss(fill_rows(batches[0], self.micro_batch_size), fields) if batches else None
         if min(per_replica) or not self.trainer.replicas_run_together:

@@ -15,7 +15,7 @@ from llava_mcore.weights.table import EXPERT_COLUMN, EXPERT_ROW, REPLICATED, Ent
 
 
 class ExpertForm(Enum):
-    """How files have the experts of a layer.
+    """The form in which files store the experts of a layer.
 
     `PER_EXPERT`: `experts.{e}.gate_proj.weight`, `up_proj`, `down_proj`, a matrix each. `FUSED`:
     `experts.gate_up_proj` and `experts.down_proj` as on our side. `TRANSPOSED`: the same names, but [E, h, 2 * f] and
@@ -39,9 +39,9 @@ class ExpertSizes:
 def expert_form(names: TextNames, layer: int, sizes: ExpertSizes, *, usual: ExpertForm) -> ExpertForm:
     """Return the form of the experts of a layer, from names and shapes of the folder's tensors.
 
-    A tensor that is square within an expert has the same shape transposed and not. `gate_up_proj` is so where
-    h = 2 * f, `down_proj` where h = f, thus never both: the other one tells. Tensors of any other shape are named by
-    the comparison of shapes that follows.
+    A tensor that is square within an expert does not show whether it is transposed: `gate_up_proj` if h = 2 * f,
+    `down_proj` if h = f. It is never both, so the other one decides. Tensors of any other shape are named by the
+    comparison of shapes that follows.
     """
     prefix = names.hf_layer.format(layer=layer) + "mlp."
     into, out = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"

@@ -1,4 +1,4 @@
-"""The matrices in a Megatron tensor: what an optimizer of whole matrices has to take apart.
+"""The matrices in a fused Megatron tensor, which an optimizer of whole matrices must split.
 
 Megatron stores queries, keys and values of a layer as one tensor, and so gate and up of an MLP, the parts of a delta
 net's first matrix, and the matrices of all experts. Files may have some of them fused too.

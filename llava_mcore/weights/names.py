@@ -14,7 +14,7 @@ from llava_mcore.errors import ConversionError, problems
 
 
 class HasShape(Protocol):
-    """A tensor of a folder, or what its header says of it."""
+    """A tensor of a folder, or its description in the header."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -77,7 +77,7 @@ class Answers:
         self.tokens = [hf.answer(conversation, settings) for conversation in asked]
 
     def unlike(self, name: str, found: list[list[int]]) -> list[str]:
-        """Describe the answers that are not transformers', but for those that part at a tie."""
+        """Describe the answers that are not transformers', except for those that part at a tie."""
         wrong = []
         for number, (ours, theirs) in enumerate(zip(found, self.tokens, strict=True)):
             place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)

@@ -74,7 +74,7 @@ def run_ranks(
     """Run the ranks that a command of torchrun would start; return the exit code of the first that fails.
 
     Args:
-        logs: folder for a file of each rank's output; not given: `outputs`, the files for output and errors of all.
+        logs: folder for a file of each rank's output; default: `outputs`, the files for output and errors of all.
         expect: every rank's exit code.
     """
     size = int(command[command.index("--nproc-per-node") + 1])

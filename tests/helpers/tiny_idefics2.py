@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% else %}<end_of_utterance>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
-"""As that of the published models, but for the token that ends an answer."""
+"""As that of the published models, except for the token that ends an answer."""
 NAMED = {"image_token": "<image>", "image_boundary_token": FAKE}
 LATENTS = 6
 SHORTEST, LONGEST = 2 * PATCH + 3, 6 * PATCH + 5

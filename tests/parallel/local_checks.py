@@ -32,7 +32,7 @@ def with_own_disk(run: RunConfig, disk: Path) -> RunConfig:
     return run.model_copy(
         update={
             "checkpoint": run.checkpoint.model_copy(update=change),
-            "parallel": run.parallel.model_copy(update={"vision_data_parallel": whole}),
+            "parallel": run.parallel.model_copy(update={"vision_data_parallel": "on" if whole else "off"}),
         }
     )
 
@@ -61,7 +61,7 @@ def saved_on_own_disks(tp: int, pp: int, checkpoint: str, save_dir: str, hf: str
         fresh = build_trainer(again, groups, start)
         resume(fresh)
         resumed = train_steps(groups, fresh, again, open_fake_loader(groups, fresh, again, start.iteration))
-        whole = run.parallel.vision_data_parallel
+        whole = run.parallel.whole_towers
         wider = dataclasses.replace(groups, tp_size=tp + 1)
         elsewhere = [
             unusable_here(start.checkpoint, wider, vision_data_parallel=whole),

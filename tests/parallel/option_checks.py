@@ -101,7 +101,7 @@ def sequence_options() -> dict[str, OptionRun]:
 
 
 def recompute_options() -> dict[str, OptionRun]:
-    """Return runs with recomputation; their numbers are the very bits of the plain runs, but for the tower's."""
+    """Return runs with recomputation; their numbers are the very bits of the plain runs, except for the tower's."""
     full = {"model.recompute": "full"}
     two_layers = full | {"model.recompute_num_layers": 2}
     first_layer = full | {"model.recompute_method": "block"}

@@ -59,7 +59,7 @@ CLASSES = [
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 ONE = (1, 1, 1)
 ONE_PROCESS = "rslora"
-"""The kind that is LoRA but for a factor, which no layout divides: one layout is enough."""
+"""The kind that is LoRA except for a factor, which no layout divides: one layout is enough."""
 WITHOUT_DROPOUT = {f"{kind}-dropout": kind for kind in ("lora", "dora")}
 DROPPED: dict[str, dict[str, Any]] = {
     name: KINDS[kind] | {"lora_dropout": RATE} for name, kind in WITHOUT_DROPOUT.items()

@@ -107,4 +107,4 @@ def test_a_job_that_cannot_work_is_refused_with_its_reason(slurm: Cluster, root:
     batch.write_text(f"#!/bin/bash\n{' '.join(script)}\n")  # without srun: one of two nodes
     job = slurm.call("sbatch", "--parsable", "--nodes=2", f"--output={root}/slurm-%j.out", batch).strip()
     assert slurm.wait(job, "COMPLETED", "FAILED", timeout=180) == "FAILED"
-    assert "has 2 nodes and run.py was started on one of them" in output(root, job)
+    assert "has 2 nodes and train was started on only one of them" in output(root, job)

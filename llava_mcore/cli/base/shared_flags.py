@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 LOGITS_HELP = "compare fp32 logits on this image or audio clip with Hugging Face's, in tp x pp processes over gloo"
 
-BASE_DIR_HELP = "checkpoints with the weights that an adapter was trained on (default: the folder at that time)"
+BASE_DIR_HELP = "checkpoints with the weights that an adapter was trained on (default: their folder in training)"
 SPLITS = ("train", "val", "test")
 MEANINGS = {
     "sample_bytes": "bytes of a sample, its json, images, frames and audio clips together",
@@ -105,7 +105,7 @@ def add_frame_flags(parser: argparse._ActionsContainer) -> None:
         type=positive,
         default=Sampling().max_frames,
         metavar="N",
-        help="most frames to keep from a video file; a longer one is sampled at a lower rate (default 128)",
+        help="maximum frames to keep from a video file; longer ones are sampled at a lower rate (default 128)",
     )
 
     parser.add_argument(
@@ -145,7 +145,7 @@ def add_answer_flags(parser: argparse.ArgumentParser, title: str = "answers") ->
     p.add_argument("--top-p", type=float, metavar="P", help="sample from the most probable tokens, P in total")
     p.add_argument("--top-k", type=positive, metavar="K", help="sample from the K most probable tokens")
     p.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    p.add_argument("--chat-template", help=f"template, not the folder's: {', '.join(NAMES)}, or a .jinja file")
+    p.add_argument("--chat-template", help=f"template instead of the folder's: {', '.join(NAMES)}, or a .jinja file")
     add_sample_flags(p)
     add_pixel_flags(p)
 

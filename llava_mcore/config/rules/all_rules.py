@@ -124,10 +124,14 @@ def check_run(
         errors.append("--fused-attn and --flash-attn choose Transformer Engine's kernels, on GPUs: omit them")
     if run.training.fp8 and not device_available:
         errors.append("--fp8 needs a GPU with FP8 (Hopper or newer) and none was found: omit the flag")
+    elif run.training.fp8 and run.training.precision == "fp32":  # without GPUs fp32 is the default
+        errors.append("--fp8 needs half precision: omit --precision fp32")
+    if run.training.fp8 and run.model.transformer_impl == "local":
+        errors.append("--fp8 needs Transformer Engine's layers: omit model.transformer_impl local")
     if dims is not None:
         parallel = run.parallel
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        divides = parallel.vision_data_parallel
+        divides = parallel.vision_data_parallel != "off"  # auto: the launcher divides what can be divided
         even_pp = 1 if has_uneven_stages(parallel) else pp
         errors += check_layout(dims, tp, even_pp, source, vision_data_parallel=divides)
         errors += [*check_stages(run, dims, world_size, source), *check_length(run.data.seq_length, dims, source)]
@@ -223,8 +227,6 @@ def check_values(run: RunConfig, typed: Collection[str] = ()) -> Iterator[str]:
         )
     # FP8.
     training = run.training
-    if training.fp8 and (training.precision == "fp32" or model.transformer_impl == "local"):
-        yield "--fp8 needs Transformer Engine and half precision: omit --precision fp32 and local layers"
     if training.fp8 and training.fp8_vision and not model.cuda_graphs_vision:
         yield (
             "--fp8-vision needs --cuda-graphs-vision, which pads packs of patches to sizes that FP8 can multiply; "

@@ -53,8 +53,10 @@ def check_balance(parallel: ParallelConfig) -> Iterator[str]:
 
 def _check_graphs(run: RunConfig, device_available: bool) -> Iterator[str]:
     flag = "--cuda-graphs"
-    if not device_available or run.model.transformer_impl == "local":
-        yield f"{flag} captures Transformer Engine's layers on GPUs: omit the flag"
+    if not device_available:
+        yield f"{flag} captures layers on GPUs, and none was found: omit the flag"
+    if run.model.transformer_impl == "local":
+        yield f"{flag} captures Transformer Engine's layers: omit the flag, or model.transformer_impl local"
     if run.parallel.pipeline_model_parallel_size > 1:
         yield f"{flag} works with --pp 1 only, because a pipeline has several micro-batches in flight: omit it"
     if run.model.recompute != "none":

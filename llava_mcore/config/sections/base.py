@@ -45,6 +45,8 @@ class Flag:
     """Value that the flag sets, if the field is not a switch itself."""
     many: bool = False
     """Takes several values, separated by spaces or commas."""
+    alone: str | None = None
+    """Value of the flag where none is written after it; only for a choice."""
 
 
 class Needs:
@@ -52,6 +54,7 @@ class Needs:
 
     It is enough if one of the keys is set (switched on, or not empty). With `value`, `at_least` or `other_than`, the
     key's value must be equal to it, at least as large, or different. `words` replace the text that says so.
+    `idle`: values of the field itself that ask for nothing.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class Needs:
         at_least: int | None = None,
         other_than: str | None = None,
         words: str | None = None,
+        idle: tuple[str, ...] = (),
     ) -> None:
         self.keys = keys
         self.value = value
         self.at_least = at_least
         self.other_than = other_than
         self.words = words
+        self.idle = idle
 
     def accepts(self, current: Any) -> bool:
         """Return whether the value of a key is enough."""

@@ -114,7 +114,7 @@ def load_assets(
     refuse_odd_files(folders)
     config = _load_config(folders[-1], errors)
     tokenizer = _open_tokenizer(hf_dir, {"image_token": image_token_id, "pad_token": pad_token_id}, errors)
-    # What depends on the tokenizer or the class is skipped where that could not be loaded.
+    # Skip the parts whose tokenizer or class could not be loaded.
     choice = _choose_template(tokenizer, folders, config, chat_template, lang, errors)
     processors = load_processors(folders, config, tokenizer, pixels, video_pixels, errors)
     plan = None if config is None else media_plan(folders, config, tokenizer, processors, errors)

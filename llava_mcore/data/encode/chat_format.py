@@ -43,11 +43,11 @@ class ChatFormat(ChatText):
         special_tokens_in_text: Handling = "text",
         around_media: AroundMedia = NOTHING_AROUND,
     ):
-        """`image_token`, `video_token` and `audio_token` are the tokenizer's placeholders for what may be in a
-        conversation; None for what may not. There is one for images or for audio.
+        """`image_token`, `video_token` and `audio_token` are the tokenizer's placeholders; None for media that a
+        conversation may not have. There is one for images or one for audio.
 
         special_tokens_in_text: how special tokens such as `<|im_end|>` in the text of a turn are read.
-        around_media: what the class's processor rewrites in a rendered text.
+        around_media: how the class's processor rewrites the rendered text.
 
         Raises DataError for a template whose answers cannot be distinguished from its prompts.
         """
@@ -61,7 +61,7 @@ class ChatFormat(ChatText):
             eos_token=str(tokenizer.eos_token),
             variables=tokenizer.special_tokens_map,
         )
-        # Ids by which placeholders and what is beside them are recognized in tokenized text.
+        # Ids by which placeholders and their neighbors are recognized in tokenized text.
         self.media_ids = {
             mark: int(tokenizer.convert_tokens_to_ids(token)) for mark, token in self._media_tokens.items()
         }
@@ -223,7 +223,7 @@ def rewritten(text: str, spans: Sequence[Span], around: AroundMedia) -> tuple[st
 
 
 def texts_of(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Iterator[str]:
-    """Yield every text. Outside of what is said, marks are literal text, and escaped here."""
+    """Yield every text. Marks outside of messages are literal text, so they are escaped here."""
     for turn in turns:
         yield turn.text
         yield from (escape(text) for text in _strings([turn.reasoning, turn.fields]))

@@ -78,9 +78,9 @@ def _named(
             f"is {image_token}. {OWN_TEMPLATE}"
         )
     text = named_template(name, tokenizer)
-    spelt = missing_tokens(name, tokenizer)
-    if spelt:
-        logger.warning("the tokenizer has no %s: written as plain text, several tokens each", ", ".join(spelt))
+    missing = missing_tokens(name, tokenizer)
+    if missing:
+        logger.warning("the tokenizer has no %s: written as plain text, several tokens each", ", ".join(missing))
     return TemplateChoice(text, f"{name} ({reason})", lang or ("jp" if name == BY_LANG["jp"] else "en"))
 
 

@@ -1,4 +1,4 @@
-"""The text of conversations by a chat template, and which of it is trained.
+"""The text of conversations, rendered by a chat template, and the spans of it that are trained.
 
 The start and end of an assistant's answer come from the template: from its `{% generation %}` marks if it has them,
 else from the difference between the prompt and the whole conversation. Token ids are never searched.
@@ -61,8 +61,8 @@ class ChatText:
     ) -> None:
         """
         Args:
-            media_tokens: the placeholders of what may be in a conversation, by mark.
-            variables: what the template may ask for by name: the tokenizer's special tokens.
+            media_tokens: the placeholders of media that a conversation may have, by mark.
+            variables: variables of the template: the tokenizer's special tokens.
 
         Raises:
             DataError: answers cannot be distinguished from prompts.
@@ -120,7 +120,7 @@ class ChatText:
 
     @cached_property
     def several_turns(self) -> str | None:
-        """Why conversations with several questions cannot be used with this template; None: they can."""
+        """Why this template cannot render conversations with several questions; None if it can."""
         try:
             self.segments([*self._probe(), Turn("user", QUESTION), Turn("assistant", ANSWER)])
         except DataError as error:
@@ -129,7 +129,7 @@ class ChatText:
 
     @cached_property
     def no_videos(self) -> str | None:
-        """Why conversations with videos cannot be used with this template; None: they can."""
+        """Why this template cannot render conversations with videos; None if it can."""
         if VIDEO_MARK not in self._media_tokens:
             return "there is no placeholder for a video"
         return why_no_videos(self._text, self.content_format, self._media_tokens[VIDEO_MARK])

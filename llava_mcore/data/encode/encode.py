@@ -1,4 +1,4 @@
-"""A conversation -> tokens, at most a sequence. Its media stay encoded: packing only needs lengths."""
+"""A conversation -> tokens that fit into a sequence. Its media stay encoded, because packing only needs lengths."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def stored_text(
 ) -> tuple[TextTokens, Conversation] | None:
     """Return the tokens that are stored beside a shard, and the images that they belong to.
 
-    None if the sample is not the one that they were stored for, or cannot be used as it is: then its json is decoded,
-    and says what is wrong.
+    None if they were stored for a different sample, or if the sample cannot be used as it is: then its json is decoded,
+    which reports the problem.
 
     Args:
         parts: of the sample, as they are in the shard.

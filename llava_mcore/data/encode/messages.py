@@ -1,4 +1,4 @@
-"""Messages and what stands beside them in a row -> turns and tools, for `prepare` and for training alike.
+"""Messages and the other fields of a row -> turns and tools, for `prepare` and for training alike.
 
 A message is `{"role": …, "content": text}` with whatever `record_keys.TURN` honors. DataError says what is wrong.
 """
@@ -54,7 +54,8 @@ def is_call_role(name: str) -> bool:
 
 
 def said_to_train(record: Mapping[str, Any], where: str) -> bool | list[bool] | None:
-    """Return what a turn or row says about training on it; a list with an entry per turn; None if it says nothing.
+    """Return whether a turn or row asks to be trained: a truth value, a list with an entry per turn, or None if it does
+    not say.
 
     Raises DataError for anything but 0 and 1, and for two keys that contradict each other.
     """
@@ -81,7 +82,8 @@ def _flag(value: Any, key: str, where: str) -> bool:
 
 
 def with_losses(turns: Sequence[Turn], said: bool | list[bool] | None, where: str) -> tuple[Turn, ...]:
-    """Return the turns as a row wants them trained. `said`: for all answers, for each turn, or for each answer."""
+    """Return the turns marked as trained or not, as the row says. `said`: for all answers, for each turn, or for each
+    answer."""
     if said is None:
         return tuple(turns)
     answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
@@ -103,7 +105,7 @@ def with_losses(turns: Sequence[Turn], said: bool | list[bool] | None, where: st
 
 
 def turn_of(message: Mapping[str, Any], role: Role, text: str, where: str, *, is_call: bool = False) -> Turn:
-    """Return the turn of a message: its text, and what else the message says.
+    """Return the turn of a message: its text and all its other fields.
 
     is_call: the text is the JSON of the functions that are called.
     """

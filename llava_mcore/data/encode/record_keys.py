@@ -1,7 +1,7 @@
 """The keys of rows, turns and parts: which are honored, which make a row unusable, and which are ignored on purpose.
 
-`prepare`, `check` and training use the same tables. A key that is in none of them is counted and reported as not used,
-so that nothing in a user's data is dropped without a word.
+`prepare`, `check` and training use the same tables. Keys in none of them are counted and reported as not used,
+so that nothing in a user's data is dropped silently.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ VIDEO_OPTIONS = frozenset((*SIZE_KEYS, *(key for spellings in CLIP_KEYS.values()
 
 
 class DifferingError(DataError):
-    """Two fields that mean the same, with different values."""
+    """Two fields with the same meaning but different values."""
 
 
 class NothingTrainedError(DataError):
-    """A conversation of which no answer is to be trained."""
+    """A conversation with no answer to train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ PART = KeyTable(
 
 
 def is_full(value: Any) -> bool:
-    """Return whether a value says anything: not null, nor empty, nor a structure of nothing else."""
+    """Return whether a value has contents: it is not null or empty, nor a structure of only such values."""
     if value is None or (isinstance(value, (str, bytes)) and not value):
         return False
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Turns -> text, by a chat template as transformers renders it; what a template can render is tried with a probe."""
+"""Turns -> text, by a chat template as transformers renders it. Probes find out what a template can render."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def find_content_format(render: Render, formats: Iterable[dict[str, str]], mark:
 
 
 def why_no_videos(render: Render, content_format: dict[str, str], video_token: str) -> str | None:
-    """Return why the template cannot render a question about a video; None: it can."""
+    """Return why the template cannot render a question about a video; None if it can."""
     try:
         text = render(probe(VIDEO_MARK), content_format)
     except DataError as error:
@@ -66,7 +66,7 @@ def why_no_videos(render: Render, content_format: dict[str, str], video_token: s
 
 
 def _is_said(text: str, placeholder: str) -> bool:
-    """Return whether the text contains all of the probe once, and not as a printed Python list."""
+    """Return whether the text contains each part of the probe once, and not as a printed Python list."""
     return all(text.count(part) == 1 for part in (placeholder, QUESTION, ANSWER)) and "'type':" not in text
 
 
@@ -166,7 +166,7 @@ _CALL = {"type": "function", "function": {"name": CALL, "arguments": {}}}
 
 
 class Features:
-    """Features of one template; each is tried once, when it is needed."""
+    """Optional features of a template; each is probed once, when it is needed."""
 
     def __init__(self, render: FeatureRender, formats: Sequence[str]) -> None:
         """formats: those that the results of tools may have."""

@@ -190,7 +190,7 @@ def _places(ids: NDArray[np.int64], placeholders: Sequence[int]) -> NDArray[np.i
 TOKENS_KEY = "prepared_tokens"
 """Key in a conversation's json."""
 DIGEST_KEY = "of"
-"""Key in that entry: the digest of the turns. Entries of earlier versions have none, so that nobody knows whether the
+"""Key in that entry: the digest of the turns. Entries of earlier versions have none, so it is unknown whether the
 text was changed afterwards; they are not used."""
 ORIGIN_FILE = "tokens.json"
 """File in .nv-meta: the fingerprint of the tokens in the latest shards, and the pixel ranges that they were counted

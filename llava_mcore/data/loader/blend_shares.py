@@ -1,4 +1,4 @@
-"""How much each dataset of a blend counts: its weight, how that changes, and how often it may be read.
+"""The share of each dataset in a blend: its weight, how that changes, and how often it may be read.
 
 Beside energon's `weight` or `repetitions`, an entry of a blend may say in its `subflavors`
 

@@ -17,7 +17,7 @@ HAPPENS = {
 
 
 def check_budgets(data: DataConfig, assets: Assets) -> None:
-    """Raise ConfigError if no image (of a model of audio: no audio) fits into a sample."""
+    """Raise ConfigError if not even the smallest image (or audio clip) fits into a sample."""
     smallest, _ = media_budgets(assets)
     errors, plan = [], assets.plan
     if data.seq_length <= smallest.tokens:
@@ -56,7 +56,7 @@ def warnings_of_large_media(data: DataConfig, assets: Assets) -> list[str]:
 
 
 def media_budgets(assets: Assets) -> tuple[MediaBudget, MediaBudget | None]:
-    """Return what the smallest and the largest image or audio clip takes. Videos are not considered."""
+    """Return the tokens and patches of the smallest and the largest image or audio clip. Videos are not considered."""
     plan, pixels = assets.plan, assets.pixels
     if not isinstance(plan, PatchPlan) or pixels.smallest is None or pixels.largest is None:
         return plan.smallest, plan.largest

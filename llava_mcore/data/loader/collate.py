@@ -41,10 +41,10 @@ def collate(
 
     Args:
         multiple: lengths are rounded up to a multiple of this, for fewer shapes and faster matrix products.
-        sample_multiple: so are those of the conversations of a pack, for ranks that divide each of them.
+        sample_multiple: the same for each conversation of a pack, for context-parallel ranks that divide it.
         pixel_scale: the scale of the image processor.
         fields: the fields of the media.
-        num_axes: of a position.
+        num_axes: axes of a position.
         of_blend: there are several datasets, so the batch says which one a token belongs to.
     """
     media = _MediaCollator(fields, pixel_scale, num_axes)
@@ -118,8 +118,8 @@ def _pack(
     multiple: int,
     sample_multiple: int,
 ) -> tuple[Batch, list[tuple[int, int]]]:
-    """Concatenate all conversations into one row; b packs give at most b * seq_length tokens. What a conversation is
-    rounded up by counts as a part of it."""
+    """Concatenate all conversations into one row; b packs give at most b * seq_length tokens. The padding that
+    rounds up a conversation counts as a part of it."""
     conversations = [conversation for sample in samples for conversation in sample.conversations]
     ends = np.cumsum([0, *(round_up(len(conversation), sample_multiple) for conversation in conversations)])
     length = _rounded(int(ends[-1]), multiple, seq_length * len(samples))
@@ -175,7 +175,7 @@ def _batch(
 
 
 def _together(pixels: Sequence[Tensor]) -> Tensor:
-    """Return the tiles or patches of all samples as one tensor, the channels of a tile's pixel next to each other."""
+    """Return the tiles or patches of all samples as one tensor, in channels-last layout."""
     layout = torch.channels_last if pixels[0].ndim == 4 else torch.contiguous_format
     if len(pixels) == 1:  # a pack alone in its micro-batch has that layout already
         return pixels[0].contiguous(memory_format=layout)

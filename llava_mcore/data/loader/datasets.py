@@ -110,10 +110,10 @@ class Dataset:
         return None if any(part is None for part in parts.data) else parts
 
     def stored(self, index: int, fingerprint: str) -> StoredTokens | None:
-        """Return the tokens that `prepare` has stored beside the shard of a sample that was read; None without any.
+        """Return the tokens that `prepare` stored beside the shard, for a sample that was read; None if there are none.
 
         Args:
-            fingerprint: of the tokenizer and chat template that they must be by.
+            fingerprint: that of the tokenizer and chat template they must have been made with.
         """
         return None if self.token_reader is None else self.token_reader.stored(index, fingerprint)
 
@@ -202,7 +202,7 @@ def _listed(path: Path | str, split: str) -> list[LoadedDataset]:
 
 @contextlib.contextmanager
 def _opening(path: Path | str) -> Iterator[None]:
-    """Raise DataError for what energon raises."""
+    """Turn energon's errors into DataErrors."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # energon prints a line for each .jsonl
             yield
@@ -240,7 +240,7 @@ def _open(loaded: LoadedDataset, max_sample_bytes: int) -> Dataset:
 
 
 def _token_reader(source: MapDataset[Any, Any], factory: Any, loaded: LoadedDataset) -> ShardReader | None:
-    """Return the reader of tokens beside shards: not where questions or images come from elsewhere."""
+    """Return the reader of tokens stored beside shards; None if questions or images come from elsewhere."""
     if factory.__sample_type__ is not CrudeSample or loaded.aux or POOL_KEY in (factory.subflavors or {}):
         return None
     readers = source.dataset.join_readers if isinstance(source.dataset, WebdatasetSampleLoaderDataset) else []

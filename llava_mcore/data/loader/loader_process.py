@@ -33,10 +33,10 @@ def loader_process_init() -> Callable[[int], None]:
 def leave_out_of_collections() -> None:
     """Exclude what this process holds from garbage collections; call before a loader process is forked.
 
-    It inherits all objects. Looking through them, as Energon does when it starts and Python in every full collection,
-    writes to their pages, and so copies them: seconds and hundreds of megabytes for each process. Garbage is collected
-    here at every call: a forked process that frees an object with threads or connections, which it has not inherited,
-    may crash.
+    It inherits all objects. Visiting them, as Energon does when it starts and Python in every full collection, writes
+    to their memory pages and so copies them: seconds and hundreds of megabytes per process. Garbage is collected here
+    at every call, because a forked process may crash if it frees an object with threads or connections, which it has
+    not inherited.
     """
     gc.collect()
     _freeze_once()

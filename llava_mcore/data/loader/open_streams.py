@@ -61,7 +61,8 @@ def open_training(
     """Open the datasets of a run and a rank's streams of them; no sample is read yet.
 
     Args:
-        num_streams: as a saved position or `data.num_streams` says; None for the default for this many samples.
+        num_streams: from a saved position or `data.num_streams`; None for the default, which depends on the number of
+            samples.
 
     Raises:
         DataError: the data cannot be opened, or a weight of the blend is not valid.
@@ -107,7 +108,7 @@ def kept_bytes(data: DataConfig) -> int:
 
 
 def limit_line(data: DataConfig) -> str | None:
-    """Return what the start of a run says about samples that wait for their pack; None without packing."""
+    """Return a line for the start of a run about memory of samples that wait for their pack; None without packing."""
     if not data.packing:
         return None
     return (
@@ -117,7 +118,7 @@ def limit_line(data: DataConfig) -> str | None:
 
 
 def _said(num_bytes: int) -> str:
-    """Return a size for users, in the largest unit that it reaches."""
+    """Return a size as text, in its largest unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
@@ -130,8 +131,8 @@ def open_reader(
     """Return a reader of samples.
 
     Args:
-        endless: reading ends after too many samples in a row that cannot be used; otherwise the data ends anyway, and
-            the caller decides how many may be skipped.
+        endless: end with an error after too many unusable samples in a row. Otherwise the data ends anyway, and the
+            caller decides how many may be skipped.
     """
     return SampleReader(
         datasets,

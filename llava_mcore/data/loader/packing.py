@@ -48,9 +48,9 @@ def fullest_pack(
 ) -> list[int]:
     """Return ascending indices of a pack that contains sample 0 and is as full as possible.
 
-    Chosen are those of the others whose lengths add up closest to the free space (exact subset sum); among equal sums
-    those with longer samples, because short ones fill later gaps best. The same lengths give the same pack. Of very
-    many samples, the first ones are taken as they are, and the rest of the space is filled so.
+    The other samples are chosen so that their lengths add up closest to the free space (exact subset sum); among equal
+    sums, longer samples win, because short ones fill later gaps best. The same lengths give the same pack. If there are
+    very many samples, the first ones are taken in order, and only the remaining space is filled by search.
 
     Args:
         lengths: tokens of each sample, each at least 1.
@@ -67,7 +67,7 @@ def fullest_pack(
     max_patches = 0 if media is None else media.capacity
     if patches[0] > max_patches:
         raise ValueError(f"a sample of {patches[0]} patches does not fit into a pack of {max_patches}")
-    # Take the first ones while those after them can fill what they leave several times.
+    # Take the first ones in order, as long as enough samples follow to fill the remaining space several times.
     others, room, free = list(range(1, len(lengths))), capacity - lengths[0], max_patches - patches[0]
     window = MEDIA_WINDOW if any(patches) else window
     first = _num_taken([(lengths[i], patches[i]) for i in others], window, room, free)
@@ -89,7 +89,7 @@ def _num_taken(samples: Sequence[tuple[int, int]], window: int, room: int, free:
     """Return how many of the first samples, (length, patches), are taken without a search.
 
     Args:
-        room, free: tokens and patches that a pack still takes.
+        room, free: tokens and patches that still fit into the pack.
     """
     tokens, patches = sum(length for length, _ in samples[:window]), sum(count for _, count in samples[:window])
     num_taken = 0
@@ -139,7 +139,8 @@ def _closest_subset(lengths: Sequence[int], room: int) -> list[int]:
     chosen = []
     for k in range(len(sums) - 1, 0, -1):
         position = len(lengths) - k
-        # If both choices reach the target, the longer one is taken, which leaves short ones for later packs.
+        # If the target can be reached with and without a sample, prefer the longer one, which leaves short ones for
+        # later packs.
         if lengths[position] <= target and sums[k - 1] >> target - lengths[position] & 1:
             chosen.append(position)
             target -= lengths[position]
@@ -199,7 +200,7 @@ def online_fill(
                 break
             waiting.append(index)
             size += rooms[index]
-        # At the end, packs cannot be chosen as in the middle; but one is built in any case.
+        # At the end of the data the buffer is not full, so packs there would not be typical; but build at least one.
         if not is_filled(len(waiting), size, buffer_size, capacity) and (num_packs or not waiting):
             return num_tokens / (capacity * num_packs) if num_packs else 0.0
         budget = None if media is None else PatchBudget([media.patches[i] for i in waiting], media.capacity)

@@ -1,4 +1,4 @@
-"""Samples that cannot be used are skipped and reported, or end the run; of others that are odd, warnings are given."""
+"""Unusable samples are skipped and reported, or end the run; odd ones get a warning."""
 
 from __future__ import annotations
 

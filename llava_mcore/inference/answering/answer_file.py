@@ -1,4 +1,4 @@
-"""The file of answers of `generate --out`, written while the rest is answered: a run that is killed loses no answer."""
+"""The file of `generate --out`, written as answers come, so that a killed run loses none of them."""
 
 from __future__ import annotations
 

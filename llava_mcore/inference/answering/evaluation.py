@@ -46,7 +46,7 @@ class ModelResult:
     tasks: list[TaskResult] = field(default_factory=list)
 
     def rows(self) -> dict[tuple[str, str], float | None]:
-        """Return every metric by (task, name), and how many questions they are of; the dataset counts as a task."""
+        """Return every metric by (task, name), and the number of questions; the dataset counts as a task."""
         values: dict[tuple[str, str], float | None] = {}
         if self.data is not None:
             values = {(DATA, "questions"): self.data.num_answers, (DATA, "not asked"): self.data.num_skipped}

@@ -57,7 +57,7 @@ class HfModel:
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, assets: Assets) -> None:
         self.model, self.processor, self.assets = model, processor, assets
         if isinstance(assets.images, ImagePreprocessor):
-            # Of the two kinds of image processors, the one that training uses.
+            # The kind of image processor that training uses.
             processor.image_processor = assets.images.processor
 
     @classmethod
@@ -160,7 +160,7 @@ def _limited(settings: Settings, inputs: dict[str, Tensor]) -> GenerationConfig:
 
 
 class _Stop(StoppingCriteria):
-    """Ends an answer that nobody waits for any more."""
+    """Ends an answer that is no longer wanted."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -170,7 +170,7 @@ class _Stop(StoppingCriteria):
 
 
 def _about(video: Video) -> VideoMetadata:
-    """Return what the processors of some classes write into the text: when each frame is shown."""
+    """Return timestamps of frames, which the processors of some classes write into the text."""
     num_frames = len(video.frames)
     return VideoMetadata(
         total_num_frames=num_frames, fps=video.fps or DEFAULT_FPS, frames_indices=list(range(num_frames))

@@ -18,7 +18,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a Megatron checkpoint is divided, and by `cp` the tokens of prompts.
+    """How a Megatron checkpoint is divided; `cp` ranks divide the tokens of prompts.
 
     `num_rows`: prompts that are answered at the same time.
     """

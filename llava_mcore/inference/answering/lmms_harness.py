@@ -64,7 +64,7 @@ def _run(command: list[str], output: Path) -> None:
     log = output / "log.txt"
     env = os.environ | {"OPENAI_API_KEY": "none"}
     with log.open("w") as file:
-        # A folder of its own: it reads .env files and writes caches where it is started.
+        # Run it in its own folder: it reads .env files and writes caches where it is started.
         done = subprocess.run(command, cwd=output, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
     if done.returncode or not list(output.rglob("*_results.json")):
         lines = log.read_text(errors="replace").splitlines()

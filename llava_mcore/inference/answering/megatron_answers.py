@@ -31,7 +31,7 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | N
     Raises:
         LlavaMcoreError: the checkpoint cannot be used at this layout, or the data cannot be read.
     """
-    # Damaged weights would answer too, but wrongly.
+    # Damaged weights would give wrong answers without an error.
     checkpoint = usable_checkpoint(folder, layout, base_dir)
     require_undamaged(checkpoint)
     if holds_adapters(checkpoint):

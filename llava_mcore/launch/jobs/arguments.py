@@ -1,4 +1,4 @@
-"""The command line of a run for the containers of a job, which have neither our files nor our folders."""
+"""The command line of a run for the containers of a job, which do not have this machine's files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job_arguments(command_line: CommandLine) -> list[str]:
     for flag in ALL_FLAGS:
         if flag.key in command_line.flags and flag.key not in OF_THE_JOB:
             arguments += _typed(flag, command_line.flags[flag.key])
-    # Equal values prove that nothing was lost on the way.
+    # Equal values prove that nothing was lost in the conversion.
     expected = _without_job(command_line.load())
     rebuilt = _without_job(parse_command_line(arguments, "run.py").load())
     if rebuilt != expected:
@@ -41,7 +41,7 @@ def job_arguments(command_line: CommandLine) -> list[str]:
 
 
 def _typed(flag: KeyFlag, value: object) -> list[str]:
-    """Return a flag as on a command line; nothing if it is another one's key that was set."""
+    """Return a flag as typed on a command line; nothing if another flag with the same key was set."""
     if flag.value is not None:
         return [flag.name] if value == flag.value else []
     if value is True:

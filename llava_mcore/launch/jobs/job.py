@@ -26,7 +26,7 @@ from llava_mcore.launch.preflight import completion, preflight_of_job, resolve, 
 
 
 class _JobDumper(yaml.SafeDumper):
-    """Writes equal parts again instead of references to the first, and text of several lines as such."""
+    """Writes repeated values in full instead of as references, and multi-line text as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Return True: no part is a reference."""

@@ -14,7 +14,7 @@ def read_options(file: Path | None, sections: Collection[str]) -> dict[str, dict
     """Return the sections of an options file; {} without one.
 
     Raises:
-        ConfigError: the file cannot be read, has other sections, or a section is no mapping.
+        ConfigError: the file cannot be read, has other sections, or a section is not a mapping.
     """
     content = {} if file is None else read_document(file) or {}
     if not isinstance(content, dict):
@@ -49,8 +49,8 @@ def _are_named(value: Any) -> bool:
 
 
 def _merged_items(old: list[Any], further: list[Any]) -> list[Any]:
-    """Return items of two lists; of those with one name and, if they are mounted, one place, the second completes the
-    first."""
+    """Return the items of two lists; items with the same name (and mount path) are merged, and the second one's fields
+    win."""
 
     def place(item: Mapping[str, Any]) -> tuple[Any, Any]:
         return item["name"], item.get("mountPath")

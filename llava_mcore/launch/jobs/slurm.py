@@ -1,4 +1,4 @@
-"""SLURM: what it says about a job, and the batch file that submits one.
+"""SLURM: facts about the current job, and the batch file that submits one.
 
 Needs only the standard library and, for names and times, `scontrol`.
 """
@@ -41,8 +41,6 @@ RESOURCES = (
     "unless --sbatch-options ask for others, the job asks on every node for a CPU per process and loader process "
     "(--cpus-per-task) and for all memory (--mem=0): --sbatch-options='--cpus-per-task=N --mem=SIZE'"
 )
-_UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Characters that sbatch interprets in a #SBATCH line: quotes, escapes, comments, the end of the line."""
 _UNQUOTABLE = re.compile(r"[\"'\\#\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Characters that sbatch interprets in a #SBATCH line: quotes, escapes, comments, the end of the line."""
 
@@ -173,7 +171,7 @@ def _field(line: str, name: str) -> str | None:
 def batch_file(
     name: str, launch: LaunchConfig, run_dir: Path, arguments: Sequence[str], *, on_gpus: bool, cpus: int
 ) -> str:
-    """Return the text of a batch file that runs `run.py arguments` on each node, from the folder it was submitted in.
+    """Return the text of a batch file that runs `train arguments` on each node, from the folder it was submitted in.
 
     Args:
         arguments: the command line without --submit.
@@ -188,7 +186,7 @@ def batch_file(
         further = shlex.split(launch.sbatch_options or "")
     except ValueError as error:
         raise ConfigError(f"--sbatch-options {launch.sbatch_options}: an unclosed quote") from error
-    # One task per node: run.py starts the ranks of its node. It is asked to save some time before the limit.
+    # One task per node: `train` starts the ranks of its node. SLURM asks it to save some time before the limit.
     output = launch.slurm_output_name or str(run_dir).replace("%", "%%") + "/slurm-%j.out"  # %j: the job's id
     options = [
         f"--job-name={name}",
@@ -203,7 +201,7 @@ def batch_file(
         *([] if _asks_for(further, _MEMORY) else ["--mem=0"]),
         *further,
     ]
-    # sbatch reads these lines with rules of its own, not the shell's.
+    # sbatch parses these lines by its own rules, not the shell's.
     errors = [
         f"{option!r}: {match[0]!r} is not allowed there; choose a name, a folder or an option without it"
         for option in options
@@ -218,7 +216,7 @@ def batch_file(
 
 
 def _asks_for(options: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether one of some options is given, as --name, --name=value or -c4."""
+    """Return whether any of these options is given, as --name, --name=value or -c4."""
     return any(text.split("=")[0] in names or (text[:2] in names and text[:2] != "--") for text in options)
 
 

@@ -23,7 +23,7 @@ def pod_volumes(volumes: Sequence[Volume]) -> tuple[list[dict[str, Any]], list[d
     """Return `volumes` and `volumeMounts` of a pod: the user's, and shared memory for its processes.
 
     The /dev/shm of a pod has 64 MiB by default, too little for loader processes and NCCL. The one here is a volume in
-    memory, which counts towards the container's limit.
+    memory, which counts toward the container's limit.
     """
     sources: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": SHARED_MEMORY}]

@@ -109,7 +109,7 @@ def load_hf_config(folder: Path) -> PretrainedConfig:
 def _unusable_parts(hf: PretrainedConfig) -> list[str]:
     """Return a line for each part that cannot be described, because a value has a strange type or size.
 
-    What is well formed but not supported is refused by whoever needs it: transformers may still run it.
+    Well-formed but unsupported values are refused where they are needed, because transformers may still run them.
     """
     architecture, text, tower = architecture_of(hf), hf.text_config, tower_config(hf)
     family = vision_family(tower)

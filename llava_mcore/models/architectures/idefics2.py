@@ -147,7 +147,7 @@ class _ImagePlan(MediaPlan):
         """Return rows and columns of patches; a remainder at the lower and right edge is ignored."""
         height, width = part
         if self._size.shortest_edge:
-            shape = torch.empty(1, height, width, device="meta")  # of which only the shape is read
+            shape = torch.empty(1, height, width, device="meta")  # only its shape is read
             height, width = get_resize_output_image_size(shape, self._size)
         else:
             height, width = self._size.height, self._size.width
@@ -213,7 +213,7 @@ def _marks(tokenizer: PreTrainedTokenizerBase, image_token_id: int) -> tuple[str
     """Return an image's placeholder and what surrounds it, as Idefics2Processor finds them.
 
     Raises:
-        ConversionError: the tokenizer lacks the second, or the names would be spelt with spaces between them.
+        ConversionError: the tokenizer lacks the second, or the names would be tokenized with spaces between them.
     """
     named, image = tokenizer.special_tokens_map, str(tokenizer.convert_ids_to_tokens(image_token_id))
     if "image_token" in named and "image_boundary_token" not in named:

@@ -1,4 +1,4 @@
-"""Whisper's encoder as Qwen2-Audio has it, for packed clips of unequal length.
+"""Whisper's encoder as in Qwen2-Audio, for packed clips of different lengths.
 
 Hugging Face's pads every clip to 30 seconds of silence, computes on all of it, and masks attention to the padding. Here
 the rows of all clips are one sequence: convolutions and attention stop at a clip's end, and nothing is padded.
@@ -96,7 +96,7 @@ class AudioTransformer(VisionModule):
         """Return the arguments of a forward pass on a clip of one feature.
 
         Args:
-            pixels, media: without any rows, of which dtypes and devices are taken.
+            pixels, media: empty tensors that supply dtypes and devices.
         """
         blank_media = {
             MEDIA_SEQLENS: media[MEDIA_SEQLENS].new_full((1,), 2),
@@ -111,7 +111,7 @@ class AudioTransformer(VisionModule):
         rows = {
             PIXEL_VALUES: [2 * n + 2 for n in hidden],
             MEDIA_SEQLENS: [1] * len(hidden),
-            FEATURE_POSITIONS: features,  # of which only the number is looked at here
+            FEATURE_POSITIONS: features,  # only their number matters here
         }
         return Items(hidden, features, rows, lengths=hidden)
 
@@ -127,7 +127,7 @@ class AudioTransformer(VisionModule):
         clips = _Clips(lengths, len(rows) // 2 - len(lengths), len(media[FEATURE_POSITIONS]))
         x = self._convolved(rows, clips) + self.position_embeddings(clips.positions)
         if torch.is_grad_enabled() and self.config.recompute_granularity is not None and not x.requires_grad:
-            x.requires_grad_()  # recomputation skips what has no input with a gradient
+            x.requires_grad_()  # recomputation skips modules without an input that has a gradient
         packed = PackedSeqParams(**packed_bounds(media[MEDIA_SEQLENS], max_seqlen))
         x = self.decoder(hidden_states=x[:, None], attention_mask=None, packed_seq_params=packed)
         return self.ln_post(x.squeeze(1)[clips.pairs].mean(dim=1))

@@ -1,7 +1,7 @@
 """Kernels that turn matrices into FP8 (e4m3) for grouped products, in the order in which these read them.
 
 A grouped product reads both operands along the dimension that it sums over, and has one scale for each of their rows.
-So what is summed over rows, such as the tokens of an expert in a weight's gradient, is stored transposed.
+So operands that are summed over rows, such as an expert's tokens in a weight gradient, are stored transposed.
 
 t: rows, such as tokens, sorted by group, g: groups, such as experts, k: columns, n: rows of each matrix.
 """

@@ -1,7 +1,7 @@
 """One kernel that splits queries, keys and values, and rotates the first two.
 
-Transformer Engine (2.20) has kernels that rotate one tensor, after which another one joins the gradients, and one that
-also splits, which is slower than both together unless a group has several query heads (`benchmarks/kernels.py`).
+Transformer Engine (2.20) has kernels that rotate a single tensor, whose gradients another kernel must then join, and
+one that also splits but is slower than these together unless a group has several query heads (`benchmarks/kernels.py`).
 
 t: tokens, g: groups of heads, q: query heads of a group, d: head size, r: rotated dims of a head.
 """
@@ -132,7 +132,7 @@ def _split_rotated(
 
     half = tl.arange(0, HALF_TILE)
     in_half = (half < HALF)[None, :]
-    # Values are rotated by an angle of 0, so that all rows take the same way.
+    # Values are rotated by an angle of 0, so that all rows take the same code path.
     angle = tl.load(angles + token * 2 * HALF + half, mask=half < HALF, other=0.0)
     cos = tl.where(is_value[:, None], 1.0, tl.cos(angle)[None, :])
     sin = tl.where(is_value[:, None], 0.0, tl.sin(angle)[None, :])

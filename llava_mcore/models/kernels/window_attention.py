@@ -1,8 +1,8 @@
 """Full attention within windows of a few patches, one kernel for each pass.
 
-A window's queries, keys and values fit into one block, so nothing is kept between the passes but what they read, and
-the backward pass needs no second kernel and no sums across blocks. torch's kernel for sequences of any length takes
-longer on such windows (`benchmarks/kernels.py`).
+A window's queries, keys and values fit into one block, so only the inputs are kept for the backward pass, which needs
+no second kernel and no sums across blocks. torch's kernel for sequences of any length takes longer on such windows
+(`benchmarks/kernels.py`).
 
 t: packed tokens, n: heads, d: head size, w: windows.
 """

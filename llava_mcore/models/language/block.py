@@ -87,7 +87,7 @@ def _block(
 
 
 def _chosen(per_layer: Any, first: int, count: int) -> list[bool]:
-    """Return for each layer of a stage whether it is of a kind. per_layer: None: none is."""
+    """Return for each layer of a stage whether it is of a kind. per_layer: None if no layer is."""
     if per_layer is None:
         return [False] * count
     assert isinstance(per_layer, list), "the family's config has a number for each layer"
@@ -95,7 +95,7 @@ def _chosen(per_layer: Any, first: int, count: int) -> list[bool]:
 
 
 def _layer(spec: ModuleSpec, norm: Any, *, has_delta_net: bool, has_experts: bool) -> ModuleSpec:
-    """Return the spec of a layer. norm: what stands before experts."""
+    """Return the spec of a layer. norm: the norm before experts."""
     spec = delta_layer(spec) if has_delta_net else spec
     if not has_experts:
         return spec

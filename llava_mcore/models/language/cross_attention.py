@@ -1,9 +1,9 @@
 """Layers that attend to the features of images in place of the tokens, scaled by gates (Mllama; Flamingo, arXiv
 2204.14198).
 
-Features are no tokens of the sequence. They come as `context` and who sees which of them as `context_mask`, which
-megatron-core hands to every layer and through recomputation. megatron-core's CrossAttention (0.19.2) has no groups of
-query heads, no norms of heads and no gates.
+Features are not tokens of the sequence. They are passed as `context`, and which tokens see which of them as
+`context_mask`; megatron-core hands both to every layer, also through recomputation. megatron-core's CrossAttention
+(0.19.2) has no groups of query heads, no norms of heads and no gates.
 
 s: tokens, b: samples, t: tokens of all samples, b * s, h: hidden size, f: features of all images, n: heads, g: query
 groups, d: head size; n and g are those of this tensor-parallel rank.
@@ -38,7 +38,7 @@ class TanhGate(nn.Module):
     def __init__(self, dtype: torch.dtype, sequence_parallel: bool, **_: Any) -> None:  # some get a `config` too
         super().__init__()
         self.gate = nn.Parameter(torch.zeros(1, dtype=dtype))
-        vars(self.gate)["sequence_parallel"] = sequence_parallel  # megatron-core adds gradients of tokens up
+        vars(self.gate)["sequence_parallel"] = sequence_parallel  # megatron-core sums these gradients over ranks
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """Return a function of ((x [s, b, h], bias [h] or None), residual [s, b, h], dropout)."""
@@ -60,7 +60,7 @@ def gate_spec(config: TransformerConfig) -> ModuleSpec:
 class HeadNorm(nn.Module):
     """RMSNorm of each head.
 
-    Every tensor-parallel rank has other heads, so that its weight's gradients are shares of a sum.
+    Every tensor-parallel rank has different heads, so gradients of the weight must be summed over ranks.
     """
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
@@ -195,9 +195,9 @@ def image_context(
 def seen_features(positions: Tensor, real: Tensor, bounds: Tensor, num_tokens: int) -> Tensor:
     """Return which features each token sees, bool [t, f + 2], as transformers' processor and model say; no host sync.
 
-    A token sees the images that stand last before it, side by side. One before the first image of its sample reads all
-    of the sample, padding included, but skips the MLPs. Samples without images see a feature of zeros, the last but
-    one column, so that attention adds nothing. The last column says whether a token goes through the MLPs.
+    A token sees the last group of adjacent images before it. A token before the first image of its sample reads all
+    images of the sample, padding included, but skips the MLPs. Samples without images see a feature of zeros, the last
+    but one column, so that attention adds nothing. The last column says whether a token goes through the MLPs.
 
     Args:
         positions: int64 [images], the token of each image, in the flattened [b * s].

@@ -30,8 +30,8 @@ from llava_mcore.parallel.named_sums import add_token_losses
 
 
 class TokenRope(nn.Module):
-    """Rotary embedding for megatron-core's GPTModel. Its own classes make a table of indices, or read chunked sections
-    only, and need CUDA."""
+    """Rotary embedding for megatron-core's GPTModel. Its own classes tabulate indices or
+    only support chunked sections, and need CUDA."""
 
     def __init__(self, inv_freq: Tensor, axes: Tensor | None = None) -> None:
         """Keep what angles are computed from.
@@ -46,7 +46,7 @@ class TokenRope(nn.Module):
     def forward(self, position_ids: Tensor, mrope_section: Any = None, cp_group: Any = None) -> Tensor:
         """Return angles float32 [s, b, 1, d] of positions int64 [b, s], [a, b, s] where there are axes.
 
-        The other arguments are not looked at.
+        Other arguments are ignored.
         """
         if self.inv_freq.device != position_ids.device:
             self.inv_freq = self.inv_freq.to(position_ids.device)
@@ -140,7 +140,7 @@ class LanguageModel(GPTModel):
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """Return this rank's part of the logits [s, b, rows / tp] of [s, b, h] ([s / tp, b, h] with sequence
-        parallelism); those of padding rows are the lowest number."""
+        parallelism); those of padding rows are the lowest finite number."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden_states, weight)
         self._mask_padding(logits)

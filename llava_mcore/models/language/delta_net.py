@@ -43,7 +43,7 @@ def uses_kernels(x: Tensor, deterministic: bool) -> bool:
 class GatedNorm(nn.Module):
     """RMSNorm of each value head, times silu(gate). Unlike the other norms of Qwen3.5, its weight is not zero-centered.
 
-    Every tensor-parallel rank has other heads, so that its weight's gradients are shares of a sum.
+    Every tensor-parallel rank has different heads, so gradients of the weight must be summed over ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:

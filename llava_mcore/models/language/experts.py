@@ -57,7 +57,7 @@ class ExpertLayer(MoELayer):
         self._routed: tuple[Tensor, Tensor] | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Take the layer's place in the model from megatron-core, on which it depends whether it multiplies in FP8."""
+        """Store the layer's number from megatron-core, which determines whether the layer computes in FP8."""
         super().set_layer_number(layer_number)
         config, experts = self.config, self.experts
         in_fp8 = bool(config.fp8) and not is_first_last_bf16_layer(config, layer_number - 1)
@@ -78,9 +78,10 @@ class ExpertLayer(MoELayer):
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether the layer computes as many tokens each time, and draws no random numbers: this rank has all experts.
+        """Whether the layer always computes the same number of tokens (this rank has all experts) and draws no random
+        numbers.
 
-        Adapters of experts are no parts of the layer, as a graph's parameters have to be.
+        Adapters of experts are not submodules of the layer, which a graph's parameters have to be.
         """
         parts = self.experts.linear_fc1, self.experts.linear_fc2
         chooses = not self.config.moe_router_force_load_balancing
@@ -89,7 +90,7 @@ class ExpertLayer(MoELayer):
     def forward_chosen(
         self, hidden_states: Tensor, choice: tuple[Tensor, Tensor, Tensor], padding_mask: Tensor | None
     ) -> tuple[Tensor, None]:
-        """Return the same as `forward`, where the router's part is done: `choice` is what its `choose` returned."""
+        """Return the same as `forward` after the router has run: `choice` is the result of its `choose`."""
         self._take_weights(padding_mask)
         logits, probs, chosen = choice
         self._routed = self.router.with_terms(logits, chosen, probs), chosen
@@ -237,19 +238,19 @@ class ExpertMatrices(MegatronModule):
         return isinstance(self.weight, nn.Parameter)
 
     def freeze_with(self, make_weight: Callable[[], Tensor], device: torch.device) -> None:
-        """Replace the parameter by a tensor that is made on a device when it is needed, and never kept."""
+        """Replace the parameter by a tensor that is created on a device when needed, and never kept."""
         self._remove_weight(device)
         self.make_weight = make_weight
 
     def keep_in_fp8(self) -> None:
-        """Replace the parameter by its forms in FP8, of which both passes read one."""
+        """Replace the parameter by its two FP8 forms, one for each pass."""
         self.fp8_matrices = Fp8Matrices.of(self.weight, backward=True)
         self._remove_weight(self.weight.device)
 
     def _remove_weight(self, device: torch.device) -> None:
         marks, dtype = vars(self.weight), self.weight.dtype
         del self.weight
-        without_values = torch.empty(0, dtype=dtype, device=device)  # tells these and the marks to adapters
+        without_values = torch.empty(0, dtype=dtype, device=device)  # through which adapters find these and the marks
         vars(without_values).update(marks)
         object.__setattr__(self, "weight", without_values)  # not as a parameter
 

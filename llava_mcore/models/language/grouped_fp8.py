@@ -2,8 +2,8 @@
 
 torch's grouped product (2.11) multiplies e4m3 by e4m3, with one scale for each row of either operand along what is
 summed over: for each token and row of a matrix in the forward pass, for each token and column in the input's gradient,
-for each expert's columns in the matrix's gradient. The scales follow from the values themselves, so that none are
-carried from step to step, whatever recipe the model's other layers use.
+for each expert's columns in the matrix's gradient. The scales are computed from the values themselves, so none are
+kept from step to step, whatever recipe the model's other layers use.
 
     output     = x [t, k]         · matrices [e, n, k]ᵀ   fast accumulation, as Transformer Engine's layers
     of input   = gradient [t, n]  · matrices [e, n, k]
@@ -55,7 +55,8 @@ class Fp8Matrices(NamedTuple):
 class Fp8GroupedProduct(torch.autograd.Function):
     """The product of each expert's tokens and its matrix: [t, k], [e, n, k] → [t, n] in bfloat16.
 
-    Of the tokens the backward pass keeps the FP8 form that the matrix's gradient reads, if the matrix is trained.
+    If the matrix is trained, the tokens are kept for the backward pass, in the FP8 form that the matrix's gradient
+    reads.
     """
 
     @staticmethod

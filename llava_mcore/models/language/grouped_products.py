@@ -61,8 +61,8 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def added_to_main_grad(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Add a gradient to the sum of the step, if data parallelism has prepared one. Return what a backward pass returns:
-    then a tensor of arbitrary values, of which CUDA graphs need not keep one for each layer."""
+    """Add a gradient to the sum of the step, if data parallelism has prepared one. Return a placeholder for the
+    backward pass in that case: a tensor of arbitrary values that all layers share, so CUDA graphs keep only one."""
     marks = vars(weight)
     if "main_grad" not in marks:
         return gradient

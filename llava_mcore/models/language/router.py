@@ -1,7 +1,7 @@
 """The router of a mixture of experts, with the terms that its run adds to the loss.
 
-megatron-core's own terms are not used: they multiply by the number of a micro-batch's tokens, while gradients are
-divided by the number of trained ones, so that the coefficient would grow with the share of tokens that are not trained.
+megatron-core's own terms are not used: they are multiplied by the number of all tokens, while gradients are divided by
+the number of trained ones, so the effective coefficient would grow with the share of untrained tokens.
 
 t: tokens of this rank, e: experts, k: experts of a token.
 """
@@ -52,7 +52,7 @@ class Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [s, b, e] of tokens [s, b, h].
 
-        On a GPU, megatron-core's product is Transformer Engine's, which rounds operands of fp32 to TF32.
+        On a GPU, megatron-core uses Transformer Engine's product, which rounds fp32 operands to TF32.
         """
         return F.linear(input, self.weight, self.bias)
 
@@ -138,9 +138,9 @@ def token_weights(
     """Return the weight of each token in the terms of routers, float32 [b, s]; of this rank's tokens only with sequence
     parallelism. A collective call with context parallelism.
 
-    All tokens up to the last trained one of a row have the same. What follows has 0: padding, which only stands at a
-    row's end, and what predicts nothing. Weights add up to the number of trained tokens, by which a step divides what
-    it adds up.
+    All tokens up to the last trained one of a row have the same weight. Later ones (padding, which only occurs at the
+    end of a row, and tokens that predict nothing) have 0. The weights add up to the number of trained tokens, by which
+    a step divides its sums.
 
     Args:
         loss_mask: float32 [b, s]; None outside of training.

@@ -66,9 +66,9 @@ class DecoderShape:
 
     `local_rope`: rotary settings of the layers with a window, if they differ. `embedding_scale`: the factor of token
     embeddings; image features are not scaled. `attention_softcap`: c, where scores x become c * tanh(x / c).
-    `post_norms`: what attention and MLP return is normalized before it is added to the residual. `deepstack`: whether
-    features of the tower's inner layers are added after the first layers. `cross_layers`: those, from 0, that attend to
-    the features of images in place of the tokens.
+    `post_norms`: outputs of attention and MLP are normalized before they are added to the residual. `deepstack`:
+    whether features of the tower's inner layers are added after the first layers. `cross_layers`: those, from 0, that
+    attend to the features of images in place of the tokens.
     """
 
     rope: Rope
@@ -88,7 +88,7 @@ class DecoderShape:
 
 
 def rope_from_hf(hf: PretrainedConfig, rotary: type[nn.Module] = LlamaRotaryEmbedding) -> Rope:
-    """Take the frequencies from Hugging Face's own class: one source for every scaling rule.
+    """Take the frequencies from Hugging Face's own class, so that every scaling rule has a single source.
 
     Raises:
         ConversionError: a scaling whose frequencies depend on the sequence length.

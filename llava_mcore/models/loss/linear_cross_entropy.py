@@ -1,11 +1,11 @@
-"""The output layer and its cross-entropy in one, over chunks of tokens: the logits are never complete in memory.
+"""The output layer and its cross-entropy together, in chunks of tokens, so that all logits never exist at once.
 
-What is differentiated is the *weighted sum* of the token losses, and the weights (the loss mask) are known in the
+The function differentiates the *weighted sum* of the token losses, whose weights (the loss mask) are known in the
 forward pass. So a chunk's logits become its share of both gradients at once, with three matrix products per chunk as
 in the plain head, and the backward pass only multiplies by one number. A per-token result would need the logits again
 in the backward pass: a fourth product, a third more work.
 
-In training that number is 1, except with the loss scale of fp16. Then the weight's gradient need not wait for it: each
+In training that number is 1, except with the loss scale of fp16. So the weight's gradient need not wait for it: each
 chunk adds its share to the weight's `main_grad`, megatron-core's sum over micro-batches.
 
 megatron-core 0.19 has no such function: its cross-entropies (its own, fused, Transformer Engine's) take logits.

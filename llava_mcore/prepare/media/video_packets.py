@@ -35,7 +35,7 @@ NO_RATE = Fraction(1, 25)
 
 @dataclass(frozen=True, slots=True)
 class FrameTimes(Sequence[Fraction]):
-    """The times of frames in seconds, ascending. Only their time stamps are kept, as a film has 200,000 frames."""
+    """The times of frames in seconds, ascending. Only timestamps are kept, because a film has 200,000 frames."""
 
     stamps: NDArray[np.int64]
     unit: Fraction
@@ -99,7 +99,7 @@ def read_packets(container: InputContainer, stream: VideoStream) -> VideoPackets
             visible.append(packet.pts)
     if not visible:
         raise BadSample(Reason.VIDEO_BROKEN, "it has no frames")
-    # How long a frame is shown, and the step of the time stamps.
+    # How long a frame is shown, and the step of the timestamps.
     rate, unit = stream.average_rate or stream.guessed_rate, stream.time_base
     gap = Fraction(rate.denominator, rate.numerator) if rate else NO_RATE
     known = [stamp for stamp in stored if stamp is not None]

@@ -142,7 +142,7 @@ def _part(index: int, item: ImageFile | AudioFile) -> str:
 
 
 def about(conversation: CheckedConversation) -> dict[str, Any]:
-    """Return the json part of a conversation, but for what it says of videos and of all audio clips."""
+    """Return the json part of a conversation, except for its entries about videos and audio clips."""
     content = _answered(conversation, conversation.tools)
     if conversation.rejected is not None:
         content = {CHOSEN: content, REJECTED: _answered(conversation.rejected, conversation.tools)}

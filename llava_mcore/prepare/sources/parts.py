@@ -77,7 +77,7 @@ def row_of(stem: str, texts: Mapping[str, bytes], media: Mapping[str, Any]) -> d
     if images:  # else the row may name images that are files
         row = {key: value for key, value in row.items() if key not in IMAGE_KEYS}
         result["images"] = images
-    if listed:  # what is no part is a path
+    if listed:  # a name that is not a part is a path
         result[VIDEOS_KEY] = [
             {FRAMES_KEY: [media.get(name, name) for name in video.frames], FPS_KEY: video.fps} for video in listed
         ]

@@ -33,8 +33,8 @@ class AnswerData(NamedTuple):
 class Answerer:
     """Asks questions every so many iterations; all methods except `due` are collective calls.
 
-    Replica r of n asks for the samples r, r + n, …, always as many at the same time, so the answers do not depend on
-    the number of replicas.
+    Replica r of n asks for samples r, r + n, …, with a fixed batch size, so the answers do not depend on the number of
+    replicas.
     """
 
     def __init__(self, trainer: Trainer, data: AnswerData | None, hf_dir: Path, watchdog: Watchdog) -> None:
@@ -85,7 +85,7 @@ class Answerer:
         except LlavaMcoreError as error:
             problem = str(error)
         raise_listed(groups, problem, DataError, "questions of the validation split cannot be asked")
-        # Every replica has asked some of the questions: rank 0 scores all of them.
+        # Each replica has answered some of the questions; rank 0 scores all of them.
         gathered = gather_to_all(groups, [] if asked is None else asked.records)
         records = sorted((x for part in gathered for x in part), key=lambda record: (record.position, record.key))
         num_skipped = sum(record.problem is not None for record in records)

@@ -122,7 +122,7 @@ def draw_examples(examples: Sequence[Example], path: Path, *, title: str) -> Non
 def _show(axes: object, data: bytes) -> None:
     try:
         picture = decode_image(data)
-    except DataError:  # it was read before: the shard has changed
+    except DataError:  # it could be read before, so the shard has changed
         return
     picture.thumbnail((_SIDE, _SIDE))
     axes.imshow(picture)  # type: ignore[attr-defined]

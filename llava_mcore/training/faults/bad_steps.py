@@ -1,6 +1,6 @@
 """Steps that go wrong: loss or gradients that are not finite, a loss far above the others, too little GPU memory.
 
-A batch that makes them not finite is saved and its samples are named; then the update is skipped or the run ends.
+A batch with such a loss or gradient is saved and its samples are named; then the update is skipped or the run ends.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ def explain_out_of_memory(
     forecast: Forecast | None = None,
     describe: Callable[[int], str | None] = lambda _iteration: None,
 ) -> Iterator[None]:
-    """Turn a GPU's out-of-memory error into a TrainingError that says which settings reduce memory, and what was
-    predicted.
+    """Turn a GPU's out-of-memory error into a TrainingError that lists settings that reduce memory, and the prediction.
 
     Args:
         describe: returns a line about what the memory is used for, given the iteration.
@@ -140,7 +139,7 @@ def explain_out_of_memory(
 
 
 def _memory_advice(run: RunConfig, groups: Groups, message: str) -> Iterator[str]:
-    """Yield other processes on the GPU, from torch's message, then the settings that would still reduce memory."""
+    """Yield the other processes on the GPU, from torch's message, then settings that would reduce memory."""
     for process, amount in re.findall(r"Process (\d+) has ([\d.]+ \w+) memory in use", message):
         yield f"another process holds {amount} of this GPU (process {process}; nvidia-smi shows it): stop it"
     if run.training.micro_batch_size > 1:

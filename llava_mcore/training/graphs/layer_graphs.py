@@ -1,6 +1,6 @@
 """CUDA graphs of layers in packed training: the host starts one graph instead of hundreds of kernels.
 
-A graph has fixed shapes (`packs.py`). What is needed and not captured yet runs without a graph, and is captured before
+A graph has fixed shapes (`packs.py`). A shape without a graph runs without one, and is captured before
 the next step.
 
 t: tokens or patches, h: hidden size.
@@ -33,7 +33,7 @@ _FUSED = "grad_added_to_main_grad"
 
 
 class LayerGraphs:
-    """Runs layers as graphs while the model trains on packs, and as they are otherwise."""
+    """Runs layers as graphs while the model trains on packs, and normally otherwise."""
 
     def __init__(
         self,
@@ -96,7 +96,8 @@ class LayerGraphs:
         )
 
     def _mark_fused(self) -> None:
-        """Remember whose gradients Transformer Engine adds up itself; it has told so in passes without a graph."""
+        """Remember the parameters whose gradients Transformer Engine accumulates itself, as it marked them in passes
+        without a graph."""
         for segment in self._segments:
             trained = [p for p in segment.parameters() if p.requires_grad]
             segment.fused = [p for p in trained if vars(p)[_FUSED]]
@@ -129,10 +130,10 @@ class LayerGraphs:
                 if shape not in self._without:
                     sample = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
                     self._seen.setdefault(shape, [()] * len(self._segments))[index] = sample
-        # Later layers of the segment are in the graph.
+        # Later layers of the segment were computed by its graph.
         if segment.is_done:
             return hidden_states, context
-        # No graph: the layer as it is.
+        # No graph: run the layer itself.
         class_forward = type(layer).forward
         result: tuple[Tensor, Tensor | None] = class_forward(
             layer,

@@ -1,4 +1,4 @@
-"""Arguments of a graph: tensors whose shapes are few, in place of packs, of which no two are alike.
+"""The arguments of a graph: tensors of a few fixed shapes, although no two packs are alike.
 
 t: tokens or patches, h: hidden size, d: rotated dims of a head.
 """
@@ -23,7 +23,7 @@ Sample = tuple[Tensor, ...]
 
 
 class Packs(Protocol):
-    """How layers' arguments become tensors, and tensors arguments again."""
+    """Converts layers' arguments to tensors, and back."""
 
     def tensors(self, num_rows: int, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
         """Return what graphs take after the hidden states, for a pass of all layers.
@@ -130,7 +130,7 @@ class PatchPacks:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Return memory of a graph's own for an argument, with its values."""
+    """Return a copy of an argument in the graph's own memory."""
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 

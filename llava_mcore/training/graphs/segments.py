@@ -35,13 +35,13 @@ def segment_of(layers: Sequence[TransformerLayer], packs: Packs) -> LayerSegment
 
 
 def has_fixed_shapes(layer: TransformerLayer) -> bool:
-    """Return whether a whole layer can be captured. Where ranks send tokens to each other's experts, their numbers
-    differ, so that only attention and router have fixed shapes."""
+    """Return whether a whole layer can be captured. If ranks send tokens to each other's experts, the number of tokens
+    varies, and only attention and router have fixed shapes."""
     return not isinstance(layer.mlp, ExpertLayer) or layer.mlp.has_fixed_shapes
 
 
 def factors_of(layers: nn.Module) -> nn.ModuleList:
-    """Return the factors of the adapters of layers, which are no parts of them."""
+    """Return the adapter factors of layers, which are not submodules of them."""
     adapters = [adapter for module in layers.modules() for adapter in adapters_of(module)]
     return nn.ModuleList(factors for adapter in adapters for factors in adapter.factors.values())
 
@@ -68,7 +68,7 @@ class LayerSegment(nn.Module):
 
     @property
     def in_fp8(self) -> bool:
-        """Whether the layers multiply in FP8."""
+        """Whether the layers compute in FP8."""
         first = self.layers[0]
         return bool(first.config.fp8) and not is_first_last_bf16_layer(first.config, first.layer_number - 1)
 
@@ -84,7 +84,7 @@ class LayerSegment(nn.Module):
         return is_first
 
     def finish(self, outputs: Outputs, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
-        """Return what the layers return, of what `forward` has returned: routers' terms are added.
+        """Return the layers' output from that of `forward`, with the routers' loss terms added.
 
         Args:
             packed: the arguments of the layers in this pass.
@@ -142,7 +142,7 @@ class RoutingSegment(LayerSegment):
         return layer, layer.mlp
 
     def finish(self, outputs: Outputs, packed: PackedSeqParams, padding_mask: Tensor | None) -> Tensor:
-        """Return what the layer returns, of what `forward` has returned: the experts' outputs are added."""
+        """Return the layer's output from that of `forward`, with the experts' outputs added."""
         layer, experts = self._layer()
         if isinstance(outputs, Tensor):
             return mlp_of(layer, outputs, packed, padding_mask)

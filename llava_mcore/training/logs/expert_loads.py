@@ -24,7 +24,7 @@ def load_sums(loads: ExpertTokens) -> dict[str, tuple[float, float]]:
 
 
 class StarvedExperts:
-    """Adds up the tokens of experts until there are enough to tell, and names those that got hardly any."""
+    """Adds up the tokens of each expert until the numbers are significant, and names experts that got hardly any."""
 
     def __init__(self) -> None:
         self._totals: list[list[float]] = []

@@ -1,4 +1,4 @@
-"""The prediction of a run on GPUs, and the lines that put it beside what is measured."""
+"""The prediction of a run on GPUs, and log lines that compare it with measurements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A GPU's memory over an iteration, by category, from torch's snapshot of its allocator; without torch.
 
-The snapshot says who allocated what: the recorded calls of Python. What the model and the optimizer own is known by
-address.
+The snapshot has the Python call stack of each allocation. Memory of the model and the optimizer is known by address.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Owned:
-    """Memory of a tensor that lives on: its address, its bytes and one of OWNED."""
+    """Memory of a persistent tensor: its address, its bytes and one of OWNED."""
 
     address: int
     size: int
@@ -97,7 +96,7 @@ def timeline_of(snapshot: Mapping[str, Any], owned: Sequence[Owned], device: int
     blocks = _LiveMemory(owned)
     traces = snapshot["device_traces"]
     events = [event for event in (traces[device] if device < len(traces) else []) if event["action"] in _CHANGES]
-    # From the end backwards to what was there at the beginning.
+    # Go backwards from the end to find the memory that was allocated at the beginning.
     live = dict(_live_blocks(snapshot, device))
     for event in reversed(events):
         if event["action"] == "alloc":
@@ -143,7 +142,7 @@ class _LiveMemory:
             self._sums[block.category] -= block.size
 
     def _add(self, address: int, size: int, category: str, made_by: str) -> None:
-        """Add a block; what somebody owns is theirs, whoever allocated it."""
+        """Add a block; memory with a known owner belongs to its category, whichever call allocated it."""
         pieces = self._owners(address, size)
         if pieces:
             category = max(pieces, key=lambda name: pieces[name])
@@ -166,7 +165,7 @@ class _LiveMemory:
         for name, value in self._sums.items():
             timeline.amounts[name].append(value)
         total = sum(self._sums.values())
-        # Sorting at every new maximum would be slow: the blocks at a peak are those a per cent below it.
+        # Sorting at every new maximum would be slow, so the blocks may be those of a time one percent below the peak.
         if total > self._peak * 1.01:
             self._peak = total
             equal = Counter(self._live.values()).items()
@@ -195,7 +194,7 @@ def _innermost(frames: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _segments(snapshot: Mapping[str, Any], device: int) -> list[Mapping[str, Any]]:
-    """Return a device's segments: the memory that torch has got from CUDA."""
+    """Return a device's segments: the memory that torch has reserved from CUDA."""
     return [segment for segment in snapshot["segments"] if segment["device"] == device]
 
 

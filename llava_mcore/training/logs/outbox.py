@@ -90,7 +90,7 @@ class Outbox[Record]:
             except Failed as error:
                 failure, failures = error, failures + 1
             with self._changed:
-                if self._given_up:  # `close` did not wait
+                if self._given_up:  # `close` no longer waits
                     return
                 if isinstance(failure, RefusedRecord):
                     logger.warning("%s refused a record: %s", self.name, failure)

@@ -33,7 +33,8 @@ def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Return those that are distributed and train something on this rank: one, or another one for experts."""
+    """Return the distributed optimizers that train something on this rank: one, and perhaps a second one for
+    experts."""
     matches = [one for one in chained(optimizer) if isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer]
     assert not matches or len(chained(optimizer)) <= 2, "megatron-core chains more optimizers for Muon and the like"
     return matches
@@ -55,7 +56,7 @@ def num_updates(optimizer: MegatronOptimizer, groups: Groups) -> int:
 
 
 def count_in_empty_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], num_updates: int) -> None:
-    """Set the step of groups of which this rank trains nothing: other ranks load what rank 0 has saved."""
+    """Set the step of groups in which this rank trains nothing, because other ranks load rank 0's groups."""
     for group, trained in zip(saved, groups, strict=True):
         if not trained["params"] and num_updates >= 0:
             group["step"] = num_updates

@@ -30,7 +30,7 @@ _BUCKET_SIZE = 40_000_000
 
 def params_dtype(run: RunConfig) -> torch.dtype:
     """Return the dtype of weights and activations of a resolved run."""
-    assert run.training.precision is not None, "run.py resolves the precision"
+    assert run.training.precision is not None, "the launcher resolves the precision"
     return DTYPES[run.training.precision]
 
 
@@ -60,7 +60,7 @@ def data_parallel(run: RunConfig, groups: Groups, model: MegatronModule, *, buck
 
 
 def _fully_sharded(run: RunConfig, groups: Groups, model: MegatronModule) -> ShardedModel:
-    """Wrap the model, and divide what the run says over the data-parallel ranks."""
+    """Wrap the model, and shard it over the data-parallel ranks as the run says."""
     dtype = params_dtype(run)
     is_half = dtype != torch.float32
     over = sharding_groups()
@@ -118,7 +118,7 @@ def overlaps_param_gather(run: RunConfig) -> bool:
 
 
 def gathers_ahead(chunk: DataParallelModel) -> bool:
-    """Return whether weights that the last update has changed are gathered in the next forward pass, and stay whole."""
+    """Return whether updated weights are gathered during the next forward pass, after which they stay whole."""
     return bool(chunk.ddp_config.overlap_param_gather) and not isinstance(chunk, ShardedModel)
 
 

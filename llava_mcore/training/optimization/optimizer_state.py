@@ -117,7 +117,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
     for one in distributed:
         if isinstance(one.optimizer, HybridDeviceOptimizer):
             for group in common["optimizer"]["param_groups"]:
-                group.setdefault("step", 0)  # otherwise the update that allocated its state would count
+                group.setdefault("step", 0)  # otherwise the dummy update that allocated the state would count
                 group |= {key: one.optimizer.defaults[key] for key in CLASSES}
         load_common_state(one, common)
     with torch.no_grad():
@@ -137,7 +137,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -
 
 
 def _undo_update_of_weights(distributed: DistributedOptimizer) -> None:
-    """Set the model's own weights to the loaded fp32 ones: the update that allocated the state has changed them."""
+    """Set the model's weights to the loaded fp32 ones, because the dummy update that allocated the state changed
+    them."""
     with torch.no_grad():
         for param, _, _ in own_ranges(distributed):
             own_part(distributed, param).copy_(weights_and_moments(distributed, param)["param"])
@@ -216,8 +217,8 @@ def _own_tensors(distributed: DistributedOptimizer, param: torch.nn.Parameter) -
 
 
 def _not_all_on_gpu(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return moments in bf16 as they are stored, since a save converts them without waiting, and move to the host what
-    was computed from the state: moments in fp16, which have a scale."""
+    """Return bf16 moments as they are stored, because a save converts them asynchronously. Move fp16 moments, which
+    were rescaled into new tensors, to the host."""
     tensors_to_save = {}
     for name, tensor in tensors.items():
         stored = state["master_param" if name == "param" else name]

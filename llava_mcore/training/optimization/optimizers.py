@@ -1,4 +1,4 @@
-"""The table of optimizers: what megatron-core builds each from, and what it keeps in a checkpoint."""
+"""The table of optimizers: how megatron-core builds each of them, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OptimizerKind:
     """An optimizer that megatron-core knows.
 
     settings: fields of megatron-core's OptimizerConfig, among them `optimizer`, its name there.
-    group_settings: what its parameter groups have of the configuration; a resumed run takes these from its own.
-    late_class: the class of it that creates its state only in its first update, while a checkpoint needs it before.
+    group_settings: configuration values in its parameter groups; a resumed run sets these to its own.
+    late_class: its class, if that creates the state only in the first update, although a checkpoint needs state before.
     moments: the tensors that it keeps for a parameter, of the parameter's shape, by their names in the state.
     counts_updates: whether its state has "step", the number of updates.
     can_be_distributed: whether megatron-core's distributed optimizer (`--dist-optim`) takes it.
@@ -65,5 +65,5 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 
 
 def kind_of(optimizer: torch.optim.Optimizer | None) -> OptimizerKind | None:
-    """Return the kind of an optimizer of a `late_class`; None for others, for which megatron-core creates the state."""
+    """Return the kind whose `late_class` an optimizer is; None for others, whose state megatron-core creates."""
     return next((kind for kind in OPTIMIZERS.values() if isinstance(optimizer, kind.late_class)), None)

@@ -34,7 +34,7 @@ def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerPa
 
 
 def _settings(run: RunConfig) -> dict[str, Any]:
-    """Return what a rate depends on, besides the samples so far: megatron-core's arguments and attributes."""
+    """Return megatron-core's arguments that determine a learning rate, besides the samples so far."""
     options = run.optimizer
     warmup, samples, decay = schedule_samples(run.training, options)
     return {
@@ -86,7 +86,7 @@ def rate_change(before: RunConfig, run: RunConfig, scheduler: OptimizerParamSche
 
 
 def _how_to_keep(run: RunConfig, rates: dict[str, float]) -> str:
-    """Return the flags with which a run continues at these rates: a constant schedule is the only one that can."""
+    """Return the flags with which a run keeps these rates, which only a constant schedule can do."""
     main = rates["language_model"]
     if main == 0:
         return "for lower ones, --lr"

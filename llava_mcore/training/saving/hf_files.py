@@ -93,7 +93,7 @@ def write_carried_folder(
 def write_stop_token(folder: Path, eos_token_id: int) -> None:
     """Add the token that trained answers end with to the stop tokens of generation_config.json, if it is not one.
 
-    They may be those of a model that was trained with another tokenizer or template; answers would not end there.
+    The stop tokens may belong to another tokenizer or template; then generation would not stop at the end of an answer.
     """
     file = folder / GENERATION_FILE
     if file.is_file():

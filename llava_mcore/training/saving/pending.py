@@ -37,7 +37,7 @@ class Writing(threading.Thread):
     def run(self) -> None:
         try:
             self._write()
-        # Any error, also SystemExit: a thread that ended without one stands for files that are complete.
+        # Catch everything, even SystemExit: a thread that ends without an error means that its files are complete.
         except BaseException as error:
             self._error = error
 

@@ -126,7 +126,7 @@ class Saver:
         try:
             self._complete(pending, problem)
         except CheckpointError:
-            if groups.rank == 0:  # otherwise it fills the disk until the next save, which may need the space
+            if groups.rank == 0:  # otherwise it would fill the disk until the next save, which may need the space
                 shutil.rmtree(pending.partial, ignore_errors=True)
             raise
         pending.write.published()
@@ -168,7 +168,8 @@ class Saver:
         raise_listed(groups, problem, CheckpointError, NOT_WRITTEN)
 
     def _warn_of_drift(self, iteration: int) -> None:
-        """Log which trained parameters tensor-parallel ranks should have alike and have not; a collective call."""
+        """Log trained parameters that differ between tensor-parallel ranks although they should not; a collective
+        call."""
         groups = self.trainer.groups
         pairs = zip(self.trainer.models, self.trainer.chunks, strict=True)
         drifted = [name for pair in pairs for name in differing(alike_here(*pair), groups.tensor_parallel)]
@@ -188,7 +189,7 @@ class Saver:
         """Create the folder, plan the save and copy the tensors to the host."""
         start = time.perf_counter()
         run, groups = self.trainer.run, self.trainer.groups
-        # What runs beside training has to be done first: host memory, and the gathering of updated weights.
+        # Wait for background work first: the allocation of host memory, and the gathering of updated weights.
         if self._allocation is not None:
             self._allocation.join()
         for chunk in self.trainer.chunks:
@@ -223,7 +224,7 @@ class Saver:
                     local / run.name,
                     groups,
                     copy=copy,
-                    vision_data_parallel=run.parallel.vision_data_parallel,
+                    vision_data_parallel=run.parallel.whole_towers,
                 )
         (num_bytes,) = sum_over_ranks(groups, [write.num_bytes])
         return Pending(final, record, progress.iteration, write, num_bytes, copy, start, 0.0)

@@ -142,7 +142,7 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
 
 
 def _settings(adapter: AdapterConfig) -> str:
-    """Return an adapter's settings, but for the folders that it began with."""
+    """Return an adapter's settings, except the folders that it began with."""
     values = adapter.model_dump(exclude={"load", "frozen"}, exclude_defaults=True)
     return ", ".join(f"{key} {value}" for key, value in values.items()) or ("on" if adapter.is_on else "none")
 

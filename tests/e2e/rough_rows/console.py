@@ -38,7 +38,7 @@ def _closed_home(sandbox: Sandbox) -> None:
 
 LATIN = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 TRIALS = [
-    # cat's way: a closed pipe ends a command without a word, with the exit code of SIGPIPE.
+    # cat's way: a closed pipe ends a command silently, with the exit code of SIGPIPE.
     Trial(
         "console/head",
         ROW,

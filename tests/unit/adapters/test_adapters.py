@@ -139,7 +139,7 @@ def test_a_tied_embedding_is_not_trained_apart(tmp_path: Path) -> None:
         ),
         ({"adapter.load": "/nowhere"}, "omit --lora-r"),
         ({"adapter.frozen": "/some/default"}, "several adapters are called default"),
-        ({"adapter.frozen": "/some/v1.0"}, "its name is the adapter's"),
+        ({"adapter.frozen": "/some/v1.0"}, "an adapter is named by its folder"),
         ({"adapter.frozen": "/some/other"}, "/some/other: no adapter_config.json"),
         ({"optimizer.vision_lr": 1e-3}, "optimizer.vision_lr has no effect on a part that is frozen"),
         ({"adapter.r": None, "adapter.alpha": 8}, "--lora-alpha has no effect without --lora-r"),

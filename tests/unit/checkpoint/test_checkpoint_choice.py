@@ -14,7 +14,7 @@ from types import MappingProxyType
 import pytest
 
 from llava_mcore.checkpoint import complete
-from llava_mcore.checkpoint.choose_start import StartPoint, start_point
+from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point
 from llava_mcore.checkpoint.complete import (
     all_but,
     discard,
@@ -25,8 +25,8 @@ from llava_mcore.checkpoint.complete import (
     write_run_json,
 )
 from llava_mcore.checkpoint.identity import RUN_ID, ensure_run_id, run_id
-from llava_mcore.checkpoint.layout import TRACKER, iteration_folder, latest_checkpoint, write_tracker
-from llava_mcore.config.load import load_run_config
+from llava_mcore.checkpoint.layout import RUN_FILE, TRACKER, iteration_folder, latest_checkpoint, write_tracker
+from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.errors import CheckpointError
 
 
@@ -87,6 +87,34 @@ def test_the_tracker_is_a_limit_that_a_user_may_set_back(tmp_path: Path) -> None
     choice = newest_complete(tmp_path)
     assert choice is not None and choice.iteration == 10
     assert "iter_0000015: newer than iteration 10" in choice.passed_over[0]
+
+
+def test_a_file_that_grew_or_is_known_to_be_damaged(tmp_path: Path) -> None:
+    add(tmp_path, 5, 10, 15)
+    (iteration_folder(tmp_path, 15) / "__0_0.distcp").write_text("x" * 99)
+    choice = newest_complete(tmp_path, {iteration_folder(tmp_path, 10): "a checksum differs"})
+    assert choice is not None and choice.iteration == 5
+    first, second = choice.passed_over
+    assert "__0_0.distcp has 99 bytes, 16 were written" in first and second.endswith("iter_0000010: a checksum differs")
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "expected"),
+    [
+        (["checkpoint.save_optim=true"], ["checkpoint.load_optim=true"], True),
+        (["checkpoint.save_optim=true", "stage=1"], ["checkpoint.load_optim=true"], False),
+        ([], ["checkpoint.load_optim=true"], False),
+        (["checkpoint.save_optim=true"], [], False),
+        (None, ["checkpoint.load_optim=true"], False),
+    ],
+)
+def test_only_the_same_stage_with_its_optimizer_is_resumed(
+    tmp_path: Path, saved: list[str] | None, now: list[str], expected: bool
+) -> None:
+    """Imported weights and those of an earlier stage begin a new run, with the same command line."""
+    if saved is not None:
+        save_run_config(load_run_config(None, saved), tmp_path / RUN_FILE)
+    assert resumes(load_run_config(None, now), StartPoint("load", tmp_path, 5, tmp_path)) is expected
 
 
 @pytest.mark.parametrize("text", ["", "15x", None])

@@ -1,4 +1,4 @@
-"""What differs between versions below us, and that each mend still has something to mend."""
+"""Differences between versions of other packages, and that each fix is still needed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.helpers.tiny_hf import make_hf_llava
 
 
 def test_load_strategy_is_still_needed() -> None:
-    """If not: megatron-core has mended it, and LoadStrategy can go."""
+    """If not: megatron-core has fixed it, and LoadStrategy can go."""
     source = inspect.getsource(TorchDistLoadShardedStrategy.load_tensors_metadata)
     assert "torch.empty(tp.size, **tp.properties.__dict__" in source
     assert {x.name for x in fields(TensorProperties)} - {"strides"} == set(FACTORY_OPTIONS)

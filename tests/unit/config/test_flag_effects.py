@@ -22,6 +22,8 @@ from llava_mcore.training.diagnostics import describe
 from llava_mcore.training.optimization import optimizer
 from tests.helpers.tiny_hf import make_hf_llava
 
+DECAY_ALL = "optimizer.decay_norms_and_biases=true"
+
 
 def run_of(*flags: str) -> RunConfig:
     return parse_command_line(["--train-iters", "1", "--precision", "fp16", *flags], "run.py").load()
@@ -55,6 +57,12 @@ def test_optimizer(flags: tuple[str, ...], name: str, value: Any, monkeypatch: p
     assert getattr(seen[0], name) == value
 
 
+def test_norms_and_biases_decay_only_if_asked() -> None:
+    settings: Any = SimpleNamespace(apply_wd_to_qk_layernorm=False, decoupled_lr=None)
+    usual, all_decay = (optimizer.overrides(run, settings) for run in (run_of(), run_of(DECAY_ALL)))
+    assert [override["wd_mult"] for override in usual.values()] == [0.0] and all_decay == {}
+
+
 @pytest.mark.parametrize(("flag", "backend"), [(None, "auto"), ("--fused-attn", "fused"), ("--flash-attn", "flash")])
 def test_attention_kernels(flag: str | None, backend: str, hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The flag chooses the attention backend of both parts."""
@@ -70,6 +78,16 @@ def test_flags_that_would_do_nothing_here_are_refused() -> None:
     found = "\n".join(check_run(run_of("--flash-attn", "--loss-scale", "8", "--precision", "fp32"), None, 1, False))
     assert "--fused-attn and --flash-attn choose Transformer Engine's kernels" in found
     assert "--loss-scale has no effect without --precision fp16" in found
+
+
+@pytest.mark.parametrize(
+    ("has_gpus", "expected"), [(False, "--fp8 needs a GPU with FP8"), (True, "--fp8 needs half precision")]
+)
+def test_fp8_has_one_message(has_gpus: bool, expected: str) -> None:
+    """On a machine without GPUs, fp32 is the default and not a mistake."""
+    found = check_run(run_of("--fp8", "--precision", "fp32"), None, 1, has_gpus)
+    (message,) = [text for text in found if text.startswith("--fp8")]
+    assert message.startswith(expected)
 
 
 def test_token_ids(hf: Path) -> None:

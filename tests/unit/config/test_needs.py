@@ -148,3 +148,23 @@ def test_all_at_once_and_with_the_other_problems(tmp_path: Path, capsys: pytest.
         "training.train_iters is missing",
     ):
         assert expected in printed
+
+
+def test_values_that_ask_for_nothing_need_nothing(tmp_path: Path) -> None:
+    """A run that is started again without --tp still has `off` in its file, older ones `false`."""
+    for value in ("auto", "off", "false"):
+        assert found(f"parallel.vision_data_parallel={value}") == []
+    assert parse_command_line(["--vision-data-parallel", "off"], "train").load().parallel.vision_data_parallel == "off"
+    for old, new in ((True, "on"), (False, "off")):
+        (tmp_path / "old.yaml").write_text(f"parallel: {{vision_data_parallel: {old}}}\n", encoding="utf-8")
+        run = load_run_config(tmp_path / "old.yaml", [])
+        assert run.parallel.vision_data_parallel == new
+        save_run_config(run, tmp_path / "new.yaml")
+        assert load_run_config(tmp_path / "new.yaml", []) == run
+
+
+def test_a_choice_may_stand_alone_before_other_words() -> None:
+    line = parse_command_line(["--vision-data-parallel", "training.seed=7", "--tp", "2"], "train")
+    run = line.load()
+    assert run.parallel.vision_data_parallel == "on" and run.training.seed == 7
+    assert "parallel.vision_data_parallel" in line.typed

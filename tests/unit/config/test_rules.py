@@ -108,12 +108,13 @@ def test_layout_that_does_not_divide(dims: dict[str, int], tp: int, pp: int, exp
 
 def test_a_tower_that_does_not_divide_needs_the_option_that_the_message_names(good: list[str]) -> None:
     dims = dataclasses.replace(DIMS, vision_ffn_hidden_size=51)
-    run = load_run_config(None, good)
+    run = load_run_config(None, [*good, "parallel.vision_data_parallel=off"])
     (found,) = check_run(run, dims, world_size=8, device_available=False)
     assert "MLP width of the vision tower, which is 51" in found and "can use 1; in training" in found
     assert "--vision-data-parallel also allows 1, 2 or 4" in found
-    whole = load_run_config(None, [*good, "parallel.vision_data_parallel=true"])
-    assert check_run(whole, dims, world_size=8, device_available=False) == []
+    for value in ("on", "auto"):  # the launcher puts `on` in place of the latter
+        whole = load_run_config(None, [*good, f"parallel.vision_data_parallel={value}"])
+        assert check_run(whole, dims, world_size=8, device_available=False) == []
     found = check_layout(dims, 8, 1, "M", vision_data_parallel=True)
     assert all("of the vision tower" not in x and "can use 1, 2 or 4" in x for x in found) and found
     narrow = dataclasses.replace(dims, projection_ffn_hidden_size=102)
@@ -124,7 +125,8 @@ def test_widths_of_a_tower_in_fp8(good: list[str]) -> None:
     """Widths of a divided tower that FP8 cannot multiply are refused; a whole tower's need not be divided."""
     dims = dataclasses.replace(DIMS, vision_hidden_size=64, vision_ffn_hidden_size=96)
     flags = ["training.fp8=true", "training.fp8_vision=true", "parallel.tensor_model_parallel_size=4"]
-    found = check_run(load_run_config(None, [*good, *flags]), dims, world_size=8, device_available=True)
+    off = "parallel.vision_data_parallel=off"
+    found = check_run(load_run_config(None, [*good, *flags, off]), dims, world_size=8, device_available=True)
     (told,) = [x for x in found if "multiple of 64" in x]
     assert "MLP width of the vision tower, which is 96" in told and "--vision-data-parallel" in told
     whole = load_run_config(None, [*good, *flags, "parallel.vision_data_parallel=true"])

@@ -305,7 +305,7 @@ def test_bos_is_written_where_the_tokenizer_begins_with_it() -> None:
 
 @pytest.mark.parametrize("name", SPECIAL_TOKENS)
 def test_special_tokens_that_are_lacking(name: str) -> None:
-    """They are spelt if that is possible; if not, the message names them."""
+    """They are encoded as text if possible; if not, the message names them."""
     assert missing_tokens(name, tiny(name)) == []
     tokenizer, format_ = chat_format(name, "metaspace")
     assert missing_tokens(name, tokenizer) == list(SPECIAL_TOKENS[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -144,6 +144,29 @@ def served(processor: LlavaProcessor, formats: tuple[str, str], turns: list[Turn
 
 def trained(format_: ChatFormat, tokens: ChatTokens, tokenizer: PreTrainedTokenizerFast) -> str:
     return tokenizer.decode(tokens.input_ids[tokens.trained].tolist(), clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("case_name", CASES)
+def test_an_answer_that_is_not_trained_changes_the_mask_alone(case_name: str) -> None:
+    processor, format_ = processor_and_format("byte level", case_name)
+    first, second = vqa("one?", "FIRST", image=False), vqa("two?", "ANSWER", image=False)
+    both, one = (
+        encoded(format_, [first[0], replace(first[1], trained=x), *second], num_images=0) for x in (True, False)
+    )
+    assert one.input_ids.tolist() == both.input_ids.tolist()
+    # Which token a space belongs to depends on the words around it.
+    answer = CASES[case_name].trained.replace(" ", "")
+    assert trained(format_, one, processor.tokenizer).replace(" ", "") == answer
+    assert trained(format_, both, processor.tokenizer).replace(" ", "") == answer.replace("ANSWER", "FIRST") + answer
+
+
+@pytest.mark.parametrize("case_name", CASES)
+def test_the_prompt_of_a_second_question_is_the_beginning_of_what_is_trained(case_name: str) -> None:
+    """With the EOS that training adds to the first answer where the template writes none."""
+    _, format_ = processor_and_format("byte level", case_name)
+    talk = [*vqa("one?", "FIRST", image=False), *vqa("two?", "ANSWER", image=False)]
+    text, _ = format_.segments(talk)
+    assert text.startswith(format_.prompt_text(talk[:3]))
 
 
 @pytest.mark.parametrize("image", [True, False], ids=["picture", "text only"])

@@ -26,7 +26,7 @@ Configure = Callable[..., None]
 
 @pytest.fixture
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """Write the profile as the documentation shows it, but for host, port and the place of the cache."""
+    """Write the profile as the documentation shows it, except for host, port and the place of the cache."""
     documented = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
 
     def write(**options: Any) -> None:

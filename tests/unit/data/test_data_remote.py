@@ -60,7 +60,7 @@ def store(bucket: Path) -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """Write multi-storage-client's configuration, as the documentation shows it but for shorter time limits."""
+    """Write multi-storage-client's configuration, as the documentation shows it except for shorter time limits."""
 
     documented = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
 

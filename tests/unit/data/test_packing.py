@@ -65,11 +65,14 @@ def test_a_pack_keeps_to_both_budgets(samples: list[tuple[int, int]], capacity: 
     assert sum(lengths[i] for i in found) == best
 
 
-@pytest.mark.parametrize(("capacity", "most", "count"), [(4000, 1000, 7), (40_000, 50, 1), (1000, 400, 50)])
-def test_budgets_that_are_counted_in_steps_are_kept(capacity: int, most: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("capacity", "longest", "most", "count"),
+    [(4000, 100, 1000, 7), (40_000, 9000, 50, 1), (1000, 25, 400, 50)],
+)
+def test_budgets_that_are_counted_in_steps_are_kept(capacity: int, longest: int, most: int, count: int) -> None:
     """What is rounded for the search never makes a pack too large: lengths of long packs, patches, and many samples."""
     draw = random.Random(5)
-    lengths = [draw.randint(1, capacity // 40) for _ in range(300)]
+    lengths = [draw.randint(longest // 2, longest) for _ in range(300)]
     patches = [draw.randint(count // 2, count) for _ in lengths]
     pack = fullest_pack(lengths, capacity, PatchBudget(patches, most))
     assert sum(lengths[i] for i in pack) <= capacity and sum(patches[i] for i in pack) <= most

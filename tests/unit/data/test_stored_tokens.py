@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ from llava_mcore.data.encode.tokens import (
 )
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import DataError
+from llava_mcore.media.media import AroundMedia
 from llava_mcore.prepare.shard_plan import Counting, Options
+from llava_mcore.templates import fixed_date
 from tests.helpers.bad_data_makers import index, write_tar
 from tests.helpers.encoding import tokens_of_a_picture
 from tests.helpers.prepare_cases import chat_cases, make, write_sharegpt
@@ -62,6 +66,30 @@ def test_whatever_the_tokens_depend_on_changes_the_digest() -> None:
     changed = [[question, replace(answer, **one)] for one in others]
     digests = {digest_of([question, answer]), digest_of([question, answer], [{"name": "f"}]), *map(digest_of, changed)}
     assert len(digests) == 2 + len(others)
+
+
+def test_whatever_the_tokens_depend_on_changes_the_fingerprint(assets: Assets, monkeypatch: pytest.MonkeyPatch) -> None:
+    dated = "{{ strftime_now('%Y') }}" + assets.chat.template
+    others: dict[str, Any] = {
+        **dict.fromkeys(("image_token", "video_token", "audio_token", "eos_token"), "other"),
+        **{
+            "special_tokens_in_text": "control",
+            "template": dated,
+            "_variables": {},
+            "_around_media": AroundMedia((("a", "b"),)),
+        },
+    }
+
+    def fingerprint(**changes: Any) -> str:
+        changed = copy.copy(assets.chat)
+        vars(changed).pop("fingerprint", None)
+        vars(changed).update(changes)
+        return changed.fingerprint
+
+    found = {fingerprint(), *(fingerprint(**{name: value}) for name, value in others.items())}
+    assert len(found) == 1 + len(others) and fingerprint() == assets.chat.fingerprint
+    monkeypatch.setattr(fixed_date, "TODAY", datetime(2000, 1, 1))
+    assert fingerprint(template=dated) not in found and fingerprint() in found
 
 
 def test_tokens_of_media_are_never_trained() -> None:
@@ -184,7 +212,7 @@ def edited(source: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) ->
 
 
 def test_tokens_of_another_text_are_not_used(assets: Assets) -> None:
-    """Neither those of a text that was corrected later, nor those of which nobody knows what they belong to."""
+    """Neither those of a text that was corrected later, nor those without a digest of their text."""
     turns = (Turn("user", "2 + 5?"), Turn("assistant", "3"))
     stored = to_json(assets.chat.text_tokens(turns, num_images=0), assets.chat.fingerprint, digest_of(turns))
     corrected = (turns[0], Turn("assistant", "7"))
@@ -226,3 +254,6 @@ def test_other_pixels_than_when_the_tokens_were_counted(tmp_path: Path, caplog: 
     (record,) = caplog.records
     assert "counted with images of 576 to 5000 pixels, but this run resizes them to 576 to 9216" in record.message
     assert "give --min-pixels 576 --max-pixels 5000, or prepare" in record.message
+    caplog.clear()
+    warn_of_other_pixels([tmp_path / "out"], same.pixel_ranges | {"pixels": PixelRange(700, 5000)})
+    assert "this run resizes them to 700 to 5000" in caplog.text

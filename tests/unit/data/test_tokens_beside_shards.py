@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from llava_mcore.config.sections.data import LIMITS
 from llava_mcore.data.encode.assets import Assets, load_assets
+from llava_mcore.data.encode.encode import check_length, check_media, stored_text
 from llava_mcore.data.loader.datasets import Dataset
+from llava_mcore.data.samples import IMAGE_MARK, Conversation, Turn, Video
 from llava_mcore.data.storage import stored_tokens
 from llava_mcore.data.storage.stored_tokens import HEAD, StoredTokens, TokensOfShard
+from llava_mcore.errors import DataError
 from llava_mcore.prepare.shard_plan import Counting, Options
 from tests.helpers.prepare_cases import chat_cases, make, write_sharegpt
 from tests.unit.data.test_data_loader import assert_equal, open_loader, take
@@ -115,6 +123,60 @@ def test_what_is_wrong_is_said_once(
     assert caplog.text.count("000000.tar.tokens cannot be used: ") == 1 and message in caplog.text
     assert "prepare the data again" in caplog.text
     assert_equal(found, take(open_loader(data / "stored", assets, **OPTIONS), NUM_BATCHES))
+
+
+def test_tokens_are_used_for_their_own_sample_and_within_the_limits_of_the_run(assets: Assets) -> None:
+    """Else another text, other images, or the same ones in another order would be trained on."""
+    picture, text = assets.plan.image_token_id, b"{}"
+    ids = np.array([picture, 9, picture], np.uint32)
+    stored = StoredTokens(zlib.crc32(text), 3, 2, ids, np.array([1, 2], np.uint32))
+    parts = {"__key__": "a", "json": text, "0.jpg": b"one", "1.png": b"two"}
+    found = stored_text(parts, stored, assets)
+    assert found is not None and found[0].ids.tolist() == ids.tolist() and found[1].images == (b"one", b"two")
+    assert found[0].trained.tolist() == [False, True, False]
+    at_limits = replace(assets, limits=replace(LIMITS, text_chars=3, sample_bytes=6))
+    assert stored_text(parts, stored, at_limits) is not None
+    for other in (
+        parts | {"json": b"{ }"},
+        {"__key__": "a", "json": text, "1.png": b"two", "0.jpg": b"one"},
+        {"__key__": "a", "json": text, "0.jpg": b"one"},
+        parts | {"2.jpg": b"three"},
+        parts | {"1.png": "decoded"},
+    ):
+        assert stored_text(other, stored, assets) is None, other
+    for wrong in (replace(stored, num_images=1), replace(stored, ids=ids[1:])):
+        assert stored_text(parts, wrong, assets) is None
+    for limits in (replace(LIMITS, text_chars=2), replace(LIMITS, sample_bytes=5)):
+        assert stored_text(parts, stored, replace(assets, limits=limits)) is None
+    assert stored_text(parts, stored, replace(assets, refused={IMAGE_MARK: "no images"})) is None
+
+
+def test_what_is_at_a_limit_may_be_trained_on(assets: Assets) -> None:
+    limits = replace(LIMITS, text_chars=3, frames=2, sample_bytes=4)
+    talk, clip = [Turn("user", "abc")], Conversation((), (), videos=(Video((b"ab", b"cd")),))
+    check_length(talk, limits)
+    check_media(clip, replace(assets, limits=limits, refused={}))
+    with pytest.raises(DataError, match="has 3 characters; the limit is 2"):
+        check_length(talk, replace(limits, text_chars=2))
+    for field, message in (("frames", "have 2 frames; the limit is 1"), ("sample_bytes", "4 bytes; the limit is 3")):
+        one_less = replace(limits, **{field: getattr(limits, field) - 1})
+        with pytest.raises(DataError, match=message):
+            check_media(clip, replace(assets, limits=one_less, refused={}))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EIO])
+def test_files_that_cannot_be_opened(copy: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """If the process has too many open files, others have to be closed; any other error means no tokens."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(stored_tokens, "open_regular_file", fails)
+    if number == errno.EIO:
+        assert stored_tokens.open_tokens(copy / "000000.tar") is None
+    else:
+        with pytest.raises(OSError, match="no"):
+            stored_tokens.open_tokens(copy / "000000.tar")
 
 
 def test_an_entry_comes_back(data: Path) -> None:

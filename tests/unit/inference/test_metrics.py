@@ -84,7 +84,7 @@ def test_tokenizer_follows_the_references(references: tuple[str, ...], tokenizer
 
 
 def test_bleu_takes_any_number_of_references() -> None:
-    """7 of 7 one-grams would be right but for `today`: 6/7, 5/6, 4/5, 3/4 of a sentence that is not too short."""
+    """7 of 7 one-grams would be right except for `today`: 6/7, 5/6, 4/5, 3/4 of a sentence that is not too short."""
     first = ENGLISH[:1]
     assert bleu(first, "13a") == pytest.approx(100 * math.prod([6 / 7, 5 / 6, 4 / 5, 3 / 4]) ** (1 / 4))
     assert bleu((*first, Answered("x", ("y",))), "13a") < bleu(first, "13a")

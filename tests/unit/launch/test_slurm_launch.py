@@ -79,9 +79,9 @@ def test_without_slurm_flags_say_everything() -> None:
 @pytest.mark.parametrize(
     ("launch", "environ", "expected"),
     [
-        (LaunchConfig(), BATCH, "has 3 nodes and run.py was started on one of them"),
-        (LaunchConfig(), STEP | {"SLURM_STEP_NUM_TASKS": "24"}, "SLURM started run.py 24 times on 3 nodes"),
-        (LaunchConfig(num_nodes=2), STEP, "--node 2: SLURM started run.py on 3 nodes"),
+        (LaunchConfig(), BATCH, "has 3 nodes and train was started on only one of them"),
+        (LaunchConfig(), STEP | {"SLURM_STEP_NUM_TASKS": "24"}, "SLURM started train 24 times on 3 nodes"),
+        (LaunchConfig(num_nodes=2), STEP, "--node 2: SLURM started train on 3 nodes"),
     ],
 )
 def test_a_wrong_start_is_refused(launch: LaunchConfig, environ: dict[str, str], expected: str) -> None:

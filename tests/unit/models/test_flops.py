@@ -106,7 +106,7 @@ def test_a_tiny_model_counted_by_hand() -> None:
 
 
 def counted(hf: LlavaConfig, trained: TrainedParts, *, samples: int, length: int, images: int) -> int:
-    """Count the FLOPs of Hugging Face's forward and backward with torch's counter, but for rotary angles.
+    """Count the FLOPs of Hugging Face's forward and backward with torch's counter, except for rotary angles.
 
     These are a matrix product or an elementwise one, which is no FLOP to the counter, by the version of transformers.
     """

@@ -32,7 +32,7 @@ def world() -> Iterator[None]:
 
 
 def case(s: int, b: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
-    """Random inputs; the weights are those of a loss mask, but for one."""
+    """Random inputs; the weights are those of a loss mask, except for one."""
     g = torch.Generator().manual_seed(seed)
     mask = (torch.rand(b, s, generator=g) < 0.6).float()
     mask[0, 0] = 0.25

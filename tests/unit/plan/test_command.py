@@ -1,4 +1,4 @@
-"""`plan` as a user calls it: what it offers run.py accepts, what it refuses says what to do."""
+"""`plan` as a user calls it: `train` accepts its layouts, and its errors say what to do."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_picture_and_two_layouts_side_by_side(
     for wrong, message in (
         (["--compare", "pp"], "expected key=value"),
         (["--compare", "parallel.pipeline=2"], "no such key"),
-        (["--compare", "training.micro_batch_size=3"], "run.py would refuse this"),
+        (["--compare", "training.micro_batch_size=3"], "train would refuse this"),
         (["--as-given", "--draw", "step.pdf"], "ends in .png or .svg"),
         (["--as-given", "--draw", str(tmp_path / "no" / "step.png")], "its folder does not exist"),
     ):
@@ -163,7 +163,7 @@ def test_what_cannot_be_planned_says_why(folder: Path, capsys: pytest.CaptureFix
     assert "no such folder" in fails(*model, "--gpus", "8", "--data-path", "/nowhere")
     assert "expected GiB above 0" in fails(*model, "--gpus", "8", "--gpu-memory", "0")
     assert "use a multiple of 3" in fails(*model, "--gpus", "3", *PACKS)
-    assert "run.py would refuse this" in fails(*model, "--gpus", "3", *PACKS, "--as-given")
+    assert "train would refuse this" in fails(*model, "--gpus", "3", *PACKS, "--as-given")
     small = fails(*model, "--gpus", "1", "--gpu", "l40s", *PACKS)
     assert "no layout fits" in small
     assert "the nearest" in small

@@ -96,7 +96,7 @@ def test_the_tower_is_divided() -> None:
     assert two.stages[0].forward.tower < 0.6 * one.stages[0].forward.tower
     # With tensor parallelism only if the run says so: else each of the context-parallel ranks computes all images.
     flags = trained | {TP: 2, CP: 2}
-    parts, whole = (predicted(layout(4, **flags, **{"parallel.vision_data_parallel": x})) for x in (False, True))
+    parts, whole = (predicted(layout(4, **flags, **{"parallel.vision_data_parallel": x})) for x in ("off", "on"))
     assert whole.stages[0].forward.tower < 0.6 * parts.stages[0].forward.tower
 
 

@@ -97,7 +97,7 @@ def test_measured_iterations_stand_beside_the_prediction(folder: Path, caplog: p
 def test_balanced_stages_are_numbers_of_layers_that_the_rules_accept(folder: Path) -> None:
     with_auto = run_of(folder, **{"parallel__balance": "auto", "parallel__pipeline_model_parallel_size": 4})
     assert check_run(with_auto, read_model(folder).dims(), 4, device_available=True) == []
-    run = launch.completed(with_auto, 4, 0)
+    run = launch.completed(with_auto, 4, 0).run
     assert run.parallel.balance == "none"
     first = run.parallel.num_layers_in_first_pipeline_stage
     assert first is None or first <= 8
@@ -116,6 +116,6 @@ def test_balanced_stages_are_numbers_of_layers_that_the_rules_accept(folder: Pat
     refused = refused.model_copy(
         update={"parallel": refused.parallel.model_copy(update={"num_layers_in_last_pipeline_stage": 3})}
     )
-    assert launch.completed(refused, 2, 0) == refused
+    assert launch.completed(refused, 2, 0).run == refused
     problems = check_run(refused, read_model(folder).dims(), 2, device_available=True)
     assert any("omit parallel.num_layers_in_last_pipeline_stage" in x for x in problems)

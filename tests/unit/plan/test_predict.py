@@ -13,10 +13,10 @@ from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GIB, GPUS
 from llava_mcore.plan.layout import Adapter, RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
-from llava_mcore.plan.memory import layer_bytes
+from llava_mcore.plan.memory import decoder_activations, layer_bytes, stage_memory
 from llava_mcore.plan.parameters import stage_parameters
 from llava_mcore.plan.predict import Prediction, predict
-from llava_mcore.plan.seconds import Machine
+from llava_mcore.plan.seconds import Machine, flows_below
 from llava_mcore.plan.sizes.model import ConnectorShape, Decoder, ExpertShape, LinearShape, Model, Tower
 from llava_mcore.plan.work import Sample, like_llava
 
@@ -94,6 +94,46 @@ def test_a_layer_keeps_what_its_backward_pass_reads() -> None:
     assert layer_bytes(MODEL, with_tp) == layer_bytes(MODEL, plain) / 2
     selective = layout(**{"model.recompute": "selective"})
     assert layer_bytes(MODEL, selective) == 2 * (3 * 4096 + 3 * 4096 + 4096)
+
+
+def test_what_the_stages_of_a_pipeline_keep() -> None:
+    """The first one the tower's activations of all micro-batches in flight, the last one most trained tokens."""
+    flags: dict[str, Any] = {"model.freeze_vision_model": False}
+    one, two = (layout(**flags, **{"parallel.pipeline_model_parallel_size": n}) for n in (1, 2))
+    memory = [predicted(x).stages[0].memory for x in (one, two)]
+    assert memory[1].tower_activations == pytest.approx(2 * memory[0].tower_activations) and two.in_flight(0) == 2
+    packs = packs_for(MODEL, two, like_llava())
+    heavy = replace(packs.mean, trained=2 * packs.mean.trained)
+    usual, peak = (replace(packs, peaks=(packs.mean, x)) for x in (packs.mean, heavy))
+    for stage in (0, 1):
+        increase = [stage_memory(MODEL, two, x, stage, H200.fit).output_layer for x in (usual, peak)]
+        assert (increase[1] > increase[0] > 0) == (stage == 1)
+
+
+def test_counts_of_ranks_and_options() -> None:
+    one, two = layout(), layout(**{"parallel.pipeline_model_parallel_size": 2})
+    table = 32128 * 4096
+    # A tied output layer is the embedding, of which a last stage of its own has a copy.
+    tied = replace(MODEL, decoder=replace(DECODER, tied=True))
+    ends = [stage_parameters(tied, x, stage).ends for x, stage in ((one, 0), (two, 0), (two, 1))]
+    assert ends == [table] * 3 and stage_parameters(MODEL, one, 0).ends == 2 * table
+    assert replace(one, tp=4).padded_vocab(32001) == 32256 and one.padded_vocab(32001) == 32128
+    assert layout(**{"training.precision": "fp32"}).state_bytes == 8
+    # Adapters keep what they multiply, and of recomputed units of two layers one input is kept.
+    kept = [layer_bytes(MODEL, replace(one, adapter=Adapter(language=r))) for r in (8, 16)]
+    assert kept[1] - kept[0] == 14 * 8
+    full, units = (replace(one, recompute="full", recompute_unit=unit) for unit in (1, 2))
+    work = packs_for(MODEL, one, like_llava()).mean
+    stored = [decoder_activations(MODEL, x, work, 32, 0) for x in (full, units)]
+    assert stored[1] / stored[0] == pytest.approx((16 + 2) / (32 + 2))
+    # Gradients pass through the projector only to a tower that is trained.
+    assert flows_below(one, "language") and not flows_below(one, "projection")
+
+
+def test_frozen_matrices_in_fp8_have_two_orders_and_no_16_bit_copy() -> None:
+    flags = {"adapter.r": 8, "training.fp8": True}
+    plain, fp8 = (predicted(layout(**flags, **{"adapter.quantize": x})).stages[0].memory for x in ("none", "fp8"))
+    assert plain.weights - fp8.weights == pytest.approx(2 * DECODER.num_layers * DECODER.layer_weights)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +221,7 @@ def test_experts() -> None:
     assert saved[0].gradients - saved[1].gradients == pytest.approx(4 * 0.75 * all_experts)
     # The state of an expert is on one rank, whoever divides the experts: they have fewer replicas.
     assert saved[0].optimizer == pytest.approx(saved[1].optimizer)
+    assert stage_parameters(model, replace(chosen, ep=2, etp=2), 0).experts == all_experts / 4
     assert eight.reserved < four.reserved < one.reserved
     assert eight.stages[0].forward.messages > four.stages[0].forward.messages > one.stages[0].forward.messages == 0
     # A token meets 8 of 128 experts: the products take as long as those of an MLP of 8 times their width, or longer.

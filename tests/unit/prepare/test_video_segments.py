@@ -29,7 +29,7 @@ X264 = {"preset": "veryfast", "g": "40", "keyint_min": "10"}
 
 
 def uneven(count: int) -> list[int]:
-    """Time stamps of frames that are shown for 1 to 7 steps."""
+    """Timestamps of frames that are shown for 1 to 7 steps."""
     draw = random.Random(0)
     stamps = [0]
     while len(stamps) < count:

@@ -1,0 +1,66 @@
+"""Mixtures of experts: the time of a layer's products and messages, and what its backward pass needs in memory.
+
+Experts are chosen equally often. Each rank sends its tokens to the ranks with their experts, and gets them back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llava_mcore.plan.layout import RunLayout
+from llava_mcore.plan.sizes.model import Model
+from llava_mcore.plan.work import Work
+
+if TYPE_CHECKING:
+    from llava_mcore.plan.seconds import Machine
+
+
+def mixture_seconds(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tuple[float, float, float, float]:
+    """Return the seconds of a mixture's products, those of its messages, and the bytes that it moves, forward; and
+    those that it quantizes with FP8 products: inputs by rows, and by columns for the gradients of matrices."""
+    d, e, fp8 = model.decoder, model.decoder.experts, layout.fp8 != "none"
+    if e is None:
+        return 0.0, 0.0, 0.0, 0.0
+    tokens = work.computed / (layout.tp if layout.sequence_parallel else 1)
+    rows = tokens * layout.ep * layout.etp * e.chosen / e.count
+    local, width = e.count / layout.ep, e.ffn / layout.etp
+    products = local * (
+        machine.grouped(rows, d.hidden, 2 * width, fp8=fp8) + machine.grouped(rows, width, d.hidden, fp8=fp8)
+    )
+    if e.shared:
+        shared = e.shared / layout.tp
+        products += machine.product(work.computed, d.hidden, 2 * shared, fp8=fp8)
+        products += machine.product(work.computed, shared, d.hidden, fp8=fp8)
+    products += machine.product(tokens, d.hidden, e.count)  # the router, never in FP8
+    ranks = layout.ep * layout.etp
+    across = layout.tp * layout.ep > machine.gpu.per_node
+    messages = 2 * machine.collective(2 * tokens * e.chosen * d.hidden, ranks, across_nodes=across)
+    moved = tokens * e.chosen * (16 * d.hidden + 6 * e.ffn)
+    quantized = tokens * e.chosen * 6 * (d.hidden + e.ffn)
+    return products, messages, moved, quantized
+
+
+def expert_gradients(model: Model, layout: RunLayout, work: Work) -> float:
+    """Return the bytes of a layer's backward pass beside its activations, at their peak: in the product of the first
+    matrix, whose gradient is made before it is added to the sum of the step."""
+    d, e = model.decoder, model.decoder.experts
+    if e is None:
+        return 0.0
+    rows = work.computed / (layout.tp if layout.sequence_parallel else 1) * e.chosen
+    width = e.ffn / layout.etp
+    matrix = 4 * e.count / layout.ep * width * d.hidden * layout.trains_language
+    return rows * (4 * width + 2 * d.hidden) + matrix
+
+
+def graphed_experts(model: Model, layout: RunLayout) -> float:
+    """Return the bytes that graphs of whole layers keep for experts: instead of gradients that have been added to the
+    sum of the step, one tensor for each of the two shapes of their matrices (`models.language.grouped_products`)."""
+    d, e = model.decoder, model.decoder.experts
+    if e is None or not captures_experts(model, layout) or not layout.trains_language:
+        return 0.0
+    return 6.0 * e.count * e.ffn * d.hidden
+
+
+def captures_experts(model: Model, layout: RunLayout) -> bool:
+    """Return whether graphs hold experts: only where a rank has all of them are shapes fixed."""
+    return layout.graphs and model.decoder.experts is not None and layout.ep * layout.etp == 1

@@ -134,7 +134,10 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
     }
     mismatches = [f"{setting}: saved with {a}, now {b}" for setting, (a, b) in pairs.items() if a != b]
     if mismatches:
-        title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not)"
+        if before.parallel.divides_optimizer and not run.parallel.divides_optimizer:
+            mismatches[0] += "; --fsdp saves as --dist-optim does: add one of them"
+        way_out = f"to start from its weights alone, give another --name and --megatron-load-dir {checkpoint}"
+        title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not; {way_out})"
         raise CheckpointError(problems(title, mismatches))
 
 

@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -21,6 +22,7 @@ import psutil
 from llava_mcore.compat.torchrun import limit_closing
 from llava_mcore.errors import HUNG
 from llava_mcore.processes.control import ENDING, FORWARDED, STOP, STOPPED_EARLY, exit_now, with_messages
+from llava_mcore.training.faults.watchdog import stacks_file
 
 _SECONDS_TO_END = 3
 """Seconds until a rank is killed after another one has failed; its own limit is slightly shorter."""
@@ -141,15 +143,22 @@ def main() -> int:
         if attended.ended_by is not None:
             return attended.exit_code()
         first = {rank: x for rank, x in error.failures.items() if x.local_rank in attended.first}
-        return _print_cause(*cause(first or error.failures, error.failures))
+        rank, code = cause(first or error.failures, error.failures)
+        return _print_cause(rank, code, _run_dir(args.training_script_args))
     return 0
 
 
-def _print_cause(rank: int, code: int) -> int:
-    """Print which rank ended the run and how; return the run's exit code."""
+def _run_dir(arguments: Sequence[str]) -> Path:
+    """Return the folder of the run.yaml that the workers are given."""
+    return Path(arguments[arguments.index("--config") + 1]).parent
+
+
+def _print_cause(rank: int, code: int, run_dir: Path) -> int:
+    """Print which rank ended the run and how, and where its stacks are; return the run's exit code."""
     if code < 0:
-        name = signal.Signals(-code).name
-        print(f"error: rank {rank} was ended by {name}; all ranks were stopped", file=sys.stderr)
+        name, stacks = signal.Signals(-code).name, stacks_file(run_dir, rank)
+        where = f"; its stacks: {stacks}" if stacks.is_file() and stacks.stat().st_size else ""
+        print(f"error: rank {rank} was ended by {name}; all ranks were stopped{where}", file=sys.stderr)
         return 128 - code
     if code != STOPPED_EARLY:
         print(f"all ranks were stopped: rank {rank} ended with exit code {code}", file=sys.stderr)

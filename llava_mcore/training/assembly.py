@@ -59,7 +59,7 @@ def assembled(run: RunConfig, signals: StopSignals, started: float) -> Iterator[
     Args:
         started: value of time.monotonic() from which the run's time counts.
     """
-    watchdog = Watchdog(run.faults.timeout, run.run_dir / "stacks", int(os.environ["RANK"]))
+    watchdog = Watchdog(run.faults.timeout, run.run_dir, int(os.environ["RANK"]))
     minutes = run.faults.exit_duration_in_mins
     stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
     try:

@@ -66,7 +66,7 @@ def train_and_ask(
             assets = load_assets(folder)
             most = run.validation.eval_generate_samples
             asked = AnswerData(assets, Questions(data, assets, split="val", most_samples=most))
-    watchdog = Watchdog(100, Path(save_dir) / "stacks", groups.rank)
+    watchdog = Watchdog(100, Path(save_dir), groups.rank)
     answerer = Answerer(trainer, asked, folder, watchdog)
     rounds, losses = [], []
     for iteration in range(steps + 1):

@@ -70,7 +70,7 @@ def loop(groups: Groups, run: RunConfig, kind: type[FakeLoader], stop_after: int
     if groups.loads_data:
         size = run.training.micro_batch_size
         loader = kind(trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1})
-    watchdog = Watchdog(120, run.run_dir / "stacks", groups.rank)
+    watchdog = Watchdog(120, run.run_dir, groups.rank)
     times = StartTimes()
     stop = StopRules(lambda: groups.rank == 1 and progress.iteration == stop_after, None)
     try:

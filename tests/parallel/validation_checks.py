@@ -91,7 +91,7 @@ def train_and_validate(
             iters = run.validation.eval_iters
             most = None if iters is None else iters * GLOBAL_BATCH
             data = ValidationData(run.data, assets, micro_batch_size=size, seed=1, most_samples=most)
-    watchdog = Watchdog(100, Path(save_dir) / "stacks", groups.rank)
+    watchdog = Watchdog(100, Path(save_dir), groups.rank)
     validator = Validator(trainer, data, watchdog)
     losses, validations = [], []
     for iteration in range(steps + 1):

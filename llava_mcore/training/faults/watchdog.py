@@ -1,5 +1,7 @@
 """Ends a rank that hangs, with the stacks of all its threads in SAVE_DIR/NAME/stacks/.
 
+A rank that crashes in native code (SIGSEGV, SIGABRT, …) leaves its stacks there too.
+
 All ranks start an iteration at the same time. When one hangs, the others wait for it, so all of them reach the timeout
 together, and each writes its stacks.
 """
@@ -21,23 +23,29 @@ _LAST_RESORT = 15
 """Seconds after which the stacks are written without Python's help: a call that hangs may hold the interpreter lock."""
 
 
+def stacks_file(run_dir: Path, rank: int) -> Path:
+    """Return the file for the stacks of a rank."""
+    return run_dir / "stacks" / f"rank_{rank:05d}.txt"
+
+
 class Watchdog:
     """Ends this process when its current task takes too long. `begin` names the task and restarts the clock."""
 
-    def __init__(self, seconds: float, folder: Path, rank: int) -> None:
+    def __init__(self, seconds: float, run_dir: Path, rank: int) -> None:
         """Start watching.
 
         Args:
-            folder: where the stacks go, one file per rank; empty files are removed by `close`.
+            run_dir: the run's folder. Stacks go to one file per rank, which `close` removes.
         """
         self.seconds, self.rank = seconds, rank
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"rank_{rank:05d}.txt"
+        self.path = stacks_file(run_dir, rank)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("w", encoding="utf-8")
         self._changed = threading.Condition()
         self._deadline: float | None = None
         self._activity = ""
         # A rank that is terminated because another one failed writes its stacks; the previous handler runs too.
+        faulthandler.enable(file=self._file, all_threads=True)
         faulthandler.register(signal.SIGTERM, file=self._file, all_threads=True, chain=True)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.begin("starting")
@@ -56,6 +64,7 @@ class Watchdog:
             self._changed.notify()
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGTERM)
+        faulthandler.disable()
         self._file.close()
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other ranks' files are still there

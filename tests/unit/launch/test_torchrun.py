@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llava_mcore.compat.torchrun import limit_closing
-from llava_mcore.launch.torchrun import Run, cause
+from llava_mcore.launch.torchrun import Run, _print_cause, cause
 from llava_mcore.launch.worker import lost_connection
 
 
@@ -40,6 +41,18 @@ def test_a_rank_that_crashed_while_others_ended_with_an_error() -> None:
         assert cause(crashed, crashed | failures(rank0=code)) == (1, -11)
         assert cause(crashed | failures(rank0=code), crashed | failures(rank0=code)) == (1, -11)
     assert cause(failures(rank2=-9), failures(rank2=-9, rank0=2)) == (2, -9)
+
+
+def test_the_stacks_of_a_rank_that_crashed_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stacks = tmp_path / "stacks" / "rank_00001.txt"
+    stacks.parent.mkdir()
+    stacks.touch()
+    assert _print_cause(1, -signal.SIGKILL, tmp_path) == 137  # it had no time to write any
+    stacks.write_text("Fatal Python error: Segmentation fault")
+    assert _print_cause(1, -signal.SIGSEGV, tmp_path) == 139
+    killed, crashed = capsys.readouterr().err.splitlines()
+    assert killed == "error: rank 1 was ended by SIGKILL; all ranks were stopped"
+    assert crashed == f"error: rank 1 was ended by SIGSEGV; all ranks were stopped; its stacks: {stacks}"
 
 
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 3), (1, 3), (124, 1), (75, 30)])

@@ -158,12 +158,32 @@ the_culprit()
 
 
 def test_a_hang_ends_the_process_and_says_where(tmp_path: Path) -> None:
-    process = start(HANGS, tmp_path / "stacks")
+    process = start(HANGS, tmp_path)
     begin = time.monotonic()
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 124 and time.monotonic() - begin < 20
     assert "error: rank 5: iteration 12 took more than 1 s (--timeout)" in errors
     assert "the_culprit" in (tmp_path / "stacks" / "rank_00005.txt").read_text()
+
+
+CRASHES = """
+import ctypes, sys
+from pathlib import Path
+from llava_mcore.training.faults.watchdog import Watchdog
+watchdog = Watchdog(60, Path(sys.argv[1]), 3)
+print("ready", flush=True)
+def the_culprit():
+    ctypes.string_at(0)
+the_culprit()
+"""
+
+
+def test_a_crash_in_native_code_leaves_the_stacks(tmp_path: Path) -> None:
+    process = start(CRASHES, tmp_path)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGSEGV
+    text = (tmp_path / "stacks" / "rank_00003.txt").read_text()
+    assert "Segmentation fault" in text and "the_culprit" in text
 
 
 SIGNALS = """

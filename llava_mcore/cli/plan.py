@@ -15,7 +15,7 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError, problems
 from llava_mcore.plan import report
 from llava_mcore.plan.dataset import material_of
-from llava_mcore.plan.forecast import balanced, with_tower
+from llava_mcore.plan.forecast import balanced, chosen_tower, with_tower
 from llava_mcore.plan.hardware.calibration import read_calibration, write_calibration
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GPUS, gpu_named
@@ -23,7 +23,6 @@ from llava_mcore.plan.search import VARIED, Candidate, Searched, SearchResult, s
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.sizes.read_config import read_model
 from llava_mcore.plan.timeline import draw
-from llava_mcore.plan.towers import chosen_tower
 
 MOST_GPUS = 1 << 20
 

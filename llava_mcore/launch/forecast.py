@@ -10,9 +10,8 @@ from pathlib import Path
 from llava_mcore.config.rules.parallel import check_balance
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.launch.preflight import with_epochs
-from llava_mcore.plan.forecast import balanced, forecast, with_tower
+from llava_mcore.plan.forecast import ChosenTower, balanced, forecast, with_tower
 from llava_mcore.plan.sizes.read_config import read_model
-from llava_mcore.plan.towers import ChosenTower
 
 
 def completed(run: RunConfig, world_size: int, gpu_count: int) -> ChosenTower:

@@ -1,4 +1,4 @@
-"""The prediction of a run that is about to start, or has started, on GPUs that are there."""
+"""Predictions and choices for a run that is about to start, or has started, on GPUs that are there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from llava_mcore.plan.search import TOWERS, Searched, changed, search
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.sizes.read_config import read_model
-from llava_mcore.plan.towers import ChosenTower, chosen_tower
 
 TOO_LARGE = 1.1
 """Times a GPU's memory from which on a prediction is a warning: it is within 5 % in most measured runs, not in all."""
@@ -27,6 +26,11 @@ BEYOND = 0.1
 """Difference from the prediction that is a warning."""
 STAND_IN = "h200"
 """Kind of GPU to choose for where the machine's is not in the table: ratios of times are similar."""
+_DIVIDED = "the processes of --tp divide its layers"
+_UNDIVIDED = "each process of --tp has all of it, for a part of the images"
+LEAST_GAIN = 0.01
+"""Part of a step that whole towers must save: they take memory, and predictions cannot tell less."""
+_OTHERWISE = "--vision-data-parallel on or off decides otherwise"
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,16 @@ def _searched(run: RunConfig, world: int, model: Model, gpu: Gpu) -> Searched:
     return Searched(model, material_of(model, run.data.path).samples, run, world, Machine(gpu, Efficiency()))
 
 
+@dataclass(frozen=True)
+class ChosenTower:
+    """A run with the choice, and a line for the log; None: nothing was to choose."""
+
+    run: RunConfig
+    words: str | None = None
+
+
 def with_tower(run: RunConfig, world: int, hf_dir: Path, device: str | None) -> ChosenTower:
-    """Return a run with --vision-data-parallel auto as one with `on` or `off`: `off` for sizes that cannot be read."""
+    """Replace --vision-data-parallel auto in a run by `on` or `off`; by `off` if the model's sizes cannot be read."""
     if run.parallel.vision_data_parallel != "auto" or run.parallel.tensor_model_parallel_size == 1:
         return ChosenTower(run)
     result = None if device is None else gpu_of_device(device)
@@ -113,6 +125,38 @@ def with_tower(run: RunConfig, world: int, hf_dir: Path, device: str | None) -> 
         return chosen_tower(_searched(run, world, read_model(hf_dir), result or GPUS[STAND_IN]), result)
     except (LlavaMcoreError, ValueError):
         return ChosenTower(changed(run, {TOWERS: "off"}))
+
+
+def chosen_tower(searched: Searched, gpu: Gpu | None) -> ChosenTower:
+    """Return the run of a search, of --tp 2 or more, with `on` or `off` in place of `auto`.
+
+    It follows from shapes, assumed or counted images and the kind of GPU alone, so that all nodes, and a run that is
+    resumed, choose the same. What a rule refuses is not chosen.
+
+    Args:
+        gpu: whose memory is a limit; None: not known.
+    """
+    run = searched.run
+    undivided, divided = (changed(run, {TOWERS: x}) for x in ("on", "off"))
+    # What rules say of both is no reason.
+    refused_undivided, refused_divided = (searched.problems(x) for x in (undivided, divided))
+    if set(refused_undivided) - set(refused_divided):
+        return ChosenTower(divided, f"vision tower: {_DIVIDED}, as whole ones are refused")
+    if set(refused_divided) - set(refused_undivided):
+        return ChosenTower(undivided, f"vision tower: {_UNDIVIDED}, since its widths cannot be divided")
+    if refused_undivided:
+        return ChosenTower(divided)
+    one, two = searched.predict(undivided), searched.predict(divided)
+    if gpu is not None and two.memory <= gpu.usable < one.memory:
+        needed = f"whole ones would need {one.memory:.1f} GiB of {gpu.usable:.1f}"
+        return ChosenTower(divided, f"vision tower: {_DIVIDED}, as {needed} ({_OTHERWISE})")
+    is_undivided = one.seconds < (1 - LEAST_GAIN) * two.seconds
+    this, other = (one, two) if is_undivided else (two, one)
+    why = f"predicted for a {searched.gpu.name}: {this.seconds:.3f} s per iteration, otherwise {other.seconds:.3f}"
+    return ChosenTower(
+        undivided if is_undivided else divided,
+        f"vision tower: {_UNDIVIDED if is_undivided else _DIVIDED}; {why} ({_OTHERWISE})",
+    )
 
 
 def balanced(run: RunConfig, world: int, hf_dir: Path, device: str | None) -> RunConfig:

@@ -98,9 +98,8 @@ class DataConfig(Section):
     sample), so that no rank's tower gets more than fits into memory; a sample with more patches is too long
     (on_too_long). `check` prints how many patches samples have. Default: no limit except seq_length."""
     on_too_long: Annotated[Literal["drop", "truncate", "error"], Flag("--on-too-long")] = "drop"
-    """What happens to a conversation longer than seq_length or with more patches than max_media_tokens: it is skipped
-    and counted (drop), cut before the first image, video or audio clip that does not fit (truncate), or ends the run
-    (error)."""
+    """A conversation longer than seq_length, or with more patches than max_media_tokens, is skipped and counted (drop),
+    cut before the first image, video or audio clip that does not fit (truncate), or ends the run (error)."""
     max_skip_rate: Annotated[float, Flag("--max-skip-rate")] = Field(0.01, ge=0, le=1)
     """Fraction of the samples that may be skipped as broken or too long before the run ends with a list of them."""
     min_pixels: Annotated[Size | None, Flag("--min-pixels")] = None

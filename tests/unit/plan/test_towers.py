@@ -18,14 +18,13 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.launch import forecast as launch
 from llava_mcore.launch.nodes import Nodes
 from llava_mcore.launch.start import Launch
-from llava_mcore.plan.forecast import with_tower
+from llava_mcore.plan.forecast import chosen_tower, with_tower
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GPUS
 from llava_mcore.plan.material import images_share
 from llava_mcore.plan.search import TOWERS, Searched, changed
 from llava_mcore.plan.seconds import Machine
 from llava_mcore.plan.sizes.read_config import read_model
-from llava_mcore.plan.towers import chosen_tower
 from llava_mcore.plan.work import Sample, like_llava
 from tests.unit.plan.test_command import LLAVA_7B
 from tests.unit.plan.test_forecast import run_of

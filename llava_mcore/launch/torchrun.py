@@ -22,7 +22,7 @@ import psutil
 from llava_mcore.compat.torchrun import limit_closing
 from llava_mcore.errors import HUNG
 from llava_mcore.processes.control import ENDING, FORWARDED, STOP, STOPPED_EARLY, exit_now, with_messages
-from llava_mcore.training.faults.watchdog import stacks_file
+from llava_mcore.processes.watchdog import stacks_file
 
 _SECONDS_TO_END = 3
 """Seconds until a rank is killed after another one has failed; its own limit is slightly shorter."""

@@ -109,6 +109,8 @@ class StopSignals:
     to the remaining ranks when one has failed. These end within 2.5 seconds, but wait for the SIGUSR1 that follows when
     every process was sent a SIGTERM. SIGINT interrupts the main thread, and ends the process after the same time.
 
+    `on_terminate` is called after each SIGTERM, in a thread of its own.
+
     As a context it suppresses what an interrupted main thread raises: other ranks may end earlier. Before it is
     entered, SIGINT ends the process at once.
     """
@@ -118,6 +120,7 @@ class StopSignals:
         thread."""
         self.asked = False
         self.interrupted = False
+        self.on_terminate: Callable[[], None] | None = None
         self._entered = False
         self._signal_pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -157,6 +160,8 @@ class StopSignals:
                     deadline = deadline if self.interrupted else None
                 elif signal_number == signal.SIGINT:
                     self.interrupted = True
+                elif signal_number == signal.SIGTERM and self.on_terminate is not None:
+                    self.on_terminate()
                 if deadline is None and (
                     signal_number == signal.SIGINT or (signal_number == signal.SIGTERM and not self.asked)
                 ):

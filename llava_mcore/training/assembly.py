@@ -30,10 +30,10 @@ from llava_mcore.parallel.agreement import agree
 from llava_mcore.parallel.groups import Groups, shut_down, wait_for_all
 from llava_mcore.parallel.together import decided_by_first_rank, on_first_rank, raise_together
 from llava_mcore.processes.control import StopSignals
+from llava_mcore.processes.watchdog import Watchdog
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
 from llava_mcore.training.assets import run_assets
 from llava_mcore.training.diagnostics import IterationProfiler, ShowFirst, show_shapes_once
-from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import shared_names
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.join_world import join_world
@@ -60,6 +60,7 @@ def assembled(run: RunConfig, signals: StopSignals, started: float) -> Iterator[
         started: value of time.monotonic() from which the run's time counts.
     """
     watchdog = Watchdog(run.faults.timeout, run.run_dir, int(os.environ["RANK"]))
+    signals.on_terminate = watchdog.write_stacks  # another rank may have failed
     minutes = run.faults.exit_duration_in_mins
     stop = StopRules(lambda: signals.asked, None if minutes is None else started + 60 * minutes)
     try:

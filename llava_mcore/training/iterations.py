@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.parallel.on_device import DeviceEvent
-from llava_mcore.training.faults.bad_steps import NotFinite
+from llava_mcore.training.bad_steps import NotFinite
 from llava_mcore.training.fetch import (
     Fetched,
     MicroBatchLoader,

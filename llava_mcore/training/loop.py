@@ -14,10 +14,10 @@ from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.log import warn_on_failure
 from llava_mcore.parallel.groups import Groups, sum_over_ranks, wait_for_all
 from llava_mcore.parallel.together import raise_on_all_ranks
+from llava_mcore.processes.watchdog import Watchdog
 from llava_mcore.training.answers.answerer import Answerer
+from llava_mcore.training.bad_steps import explain_out_of_memory
 from llava_mcore.training.diagnostics import IterationProfiler
-from llava_mcore.training.faults.bad_steps import explain_out_of_memory
-from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import Fetched
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter, StartTimes

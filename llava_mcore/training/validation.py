@@ -22,7 +22,7 @@ from llava_mcore.parallel.groups import gather_to_all, sum_over_ranks
 from llava_mcore.parallel.random import kept_random_state
 from llava_mcore.parallel.share import share_step
 from llava_mcore.parallel.together import raise_listed
-from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.processes.watchdog import Watchdog
 from llava_mcore.training.fetch import SkipBudget
 from llava_mcore.training.optimization.data_parallel import gathers_ahead
 from llava_mcore.training.setup import Trainer

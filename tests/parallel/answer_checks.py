@@ -11,9 +11,9 @@ from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.parallel.groups import Groups
+from llava_mcore.processes.watchdog import Watchdog
 from llava_mcore.training.answers.answerer import AnswerData, Answerer
 from llava_mcore.training.answers.result import write_answers
-from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step

@@ -33,9 +33,9 @@ from llava_mcore.parallel.groups import Groups, gather_to_all
 from llava_mcore.parallel.random import make_deterministic
 from llava_mcore.parallel.share import share_step
 from llava_mcore.parallel.together import raise_together
+from llava_mcore.processes.watchdog import Watchdog
 from llava_mcore.training.answers.answerer import Answerer
 from llava_mcore.training.diagnostics import IterationProfiler
-from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.metrics_file import FILE, JsonLinesWriter
 from llava_mcore.training.logs.reporter import Reporter, StartTimes

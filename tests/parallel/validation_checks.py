@@ -11,7 +11,7 @@ from llava_mcore.convert.import_hf import import_hf
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.parallel.groups import Groups
-from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.processes.watchdog import Watchdog
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.step import train_step
 from llava_mcore.training.validation import Validator

@@ -17,8 +17,8 @@ from llava_mcore.inference.generation.records import PromptQueue, Record
 from llava_mcore.inference.generation.settings import Settings, TokenSampling, read_settings, require_known
 from llava_mcore.parallel.groups import gather_to_all
 from llava_mcore.parallel.together import raise_listed, raise_together
+from llava_mcore.processes.watchdog import Watchdog
 from llava_mcore.training.answers.result import AnswersResult, Example, scored
-from llava_mcore.training.faults.watchdog import Watchdog
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.validation import without_side_effects
 

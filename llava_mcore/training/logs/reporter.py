@@ -16,7 +16,7 @@ from llava_mcore.log import warn_on_failure
 from llava_mcore.models.flops import TrainedParts, Workload, mfu, model_flops, peak_flops
 from llava_mcore.models.trainable import PARTS
 from llava_mcore.training.answers.result import AnswersResult, write_answers
-from llava_mcore.training.faults.bad_steps import SpikeAlert
+from llava_mcore.training.bad_steps import SpikeAlert
 from llava_mcore.training.fetch import StepCounts
 from llava_mcore.training.logs.expert_loads import StarvedExperts
 from llava_mcore.training.logs.expert_maps import ExpertMaps

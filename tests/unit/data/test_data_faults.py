@@ -142,12 +142,13 @@ def test_nothing_but_broken_samples(assets: Assets, tmp_path: Path) -> None:
     write_shard(tmp_path / "000000.tar", (vqa_sample(n, txt=" ") for n in range(4)))
     prepare(tmp_path)
     messages = []
+    others = multiprocessing.active_children()  # of earlier tests
     for workers in (0, 1):
         with pytest.raises(DataError, match=r"100 samples in a row cannot be used.*(?s:.*)the answer must be") as error:
             next(open_loader(tmp_path, assets, workers=workers, shuffle=0, num_streams=1))
         messages.append(str(error.value))
     assert messages[0] == messages[1]
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(others)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -20,7 +20,7 @@ from llava_mcore.config.load import load_run_config
 from llava_mcore.config.rules.all_rules import check_values
 from llava_mcore.config.sections.faults import parse_ranges
 from llava_mcore.errors import ConfigError, TrainingError
-from llava_mcore.training.faults.bad_steps import (
+from llava_mcore.training.bad_steps import (
     MAX_IN_A_ROW,
     MIN_LOSSES,
     WINDOW,
@@ -144,7 +144,7 @@ HANGS = """
 import sys, time
 from pathlib import Path
 import torch
-from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.processes.watchdog import Watchdog
 watchdog = Watchdog(1.0, Path(sys.argv[1]), 5)
 for _ in range(4):
     watchdog.begin("a quick thing")
@@ -169,7 +169,7 @@ def test_a_hang_ends_the_process_and_says_where(tmp_path: Path) -> None:
 CRASHES = """
 import ctypes, sys
 from pathlib import Path
-from llava_mcore.training.faults.watchdog import Watchdog
+from llava_mcore.processes.watchdog import Watchdog
 watchdog = Watchdog(60, Path(sys.argv[1]), 3)
 print("ready", flush=True)
 def the_culprit():
@@ -220,6 +220,43 @@ def test_signals_that_stop_a_worker(sent: list[signal.Signals], code: int) -> No
         time.sleep(0.3)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (code, "")
+
+
+BUSY = """
+import random, sys, threading, time
+from pathlib import Path
+from llava_mcore.processes import control
+from llava_mcore.processes.watchdog import Watchdog
+signals = control.StopSignals()
+watchdog = Watchdog(60, Path(sys.argv[1]), 0)
+signals.on_terminate = watchdog.write_stacks
+def descend(depth):
+    return sum(x for x in range(3)) if depth == 0 else (lambda: descend(depth - 1))()
+def the_busy_one():
+    while True:
+        descend(random.randint(1, 60))
+for _ in range(3):
+    threading.Thread(target=the_busy_one, daemon=True).start()
+print("ready", flush=True)
+with signals:
+    while True:
+        time.sleep(0.02)
+"""
+
+
+def test_the_stacks_of_busy_threads_are_written_without_a_crash(tmp_path: Path) -> None:
+    """While torchrun ends the ranks. faulthandler.register, which needs no lock, crashed after a dozen signals."""
+    process = start(BUSY, tmp_path)
+    process.send_signal(signal.SIGUSR1)  # as to a run that is asked to stop: it continues
+    time.sleep(0.3)
+    for _ in range(150):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.002)
+    time.sleep(1)
+    assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=20)
+    assert "the_busy_one" in (tmp_path / "stacks" / "rank_00000.txt").read_text()
 
 
 HANGS_IN_A_CALL = """

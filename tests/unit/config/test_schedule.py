@@ -85,6 +85,16 @@ def test_shapes_of_the_schedule() -> None:
     assert in_samples == rates(run_of(*WARM, *wsd), 11)
 
 
+def test_each_part_has_its_own_rate() -> None:
+    """Half way down from its own peak to the same fraction of it."""
+    run = run_of(*WARM, "optimizer.lr_decay_style=linear", "optimizer.vision_lr=0.5", "optimizer.projection_lr=2")
+    optimizer: Any = SimpleNamespace(param_groups=[{"max_lr": 1.0, "min_lr": 0.1}])
+    scheduler = build_scheduler(run, optimizer)
+    scheduler.step(increment=48)
+    expected = {"language_model": 0.55, "vision_model": 0.275, "vision_projection": 1.1}
+    assert learning_rates(run, scheduler) == pytest.approx(expected)
+
+
 def test_a_resume_says_how_it_changes_the_rate_and_what_keeps_it() -> None:
     """After 10 iterations of a linear decay from 1 to 0.1: the run of 20 is half way down."""
     keys = ("optimizer.lr_decay_style=linear", "optimizer.min_lr=0.1", "optimizer.lr_warmup_fraction=0")

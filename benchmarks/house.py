@@ -69,10 +69,10 @@ way). About 11 of the modules that no one imports any more are classes that the 
 
 A sample passed 42 files before the order of samples, the mixture of datasets and packing became this project's own:
 files of energon are not counted. The goal of its way and the limit of a file exclude each other: its lines would fill
-more files than the goal has. Most pairs of neighbors (`turns.py` and `open_streams.py`, the two files of `order/`) would
-exceed the limit together, `sample_problems.py` and `sample_reader.py` would import what imports them, and what is small
-(`marks.py`, `activations.py`) has readers elsewhere. An import's lines would fit, but only by joining topics of five
-packages.
+more files than the goal has. Most pairs of neighbors (`turns.py` and `open_streams.py`, the two files of `order/`)
+would exceed the limit together, `sample_problems.py` and `sample_reader.py` would import what imports them, and what
+is small (`marks.py`, `activations.py`) has readers elsewhere. An import's lines would fit, but only by joining topics
+of five packages.
 
 `--lora-r` counts `lora_rank`, which adapters used to call `rank`; one of the files is of `plan`, which is newer than
 "before". A new flag, metric, loss term, optimizer, connector or class touches one to three files

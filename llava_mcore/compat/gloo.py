@@ -4,7 +4,7 @@ Each group of gloo has two threads. A thread that has finished an operation writ
 of the group (`lastCompletedWorkName`), without a lock. Names of more than 15 characters are on the heap. One of them is
 ALLGATHER_COALESCED, by which Megatron-FSDP and megatron-core's distributed optimizer gather parameters. When two
 threads write at the same time, both free the string that was there. The process ends soon, by SIGABRT or SIGSEGV.
-Waiting for each operation does not prevent that: a thread writes the name after those who wait go on.
+Waiting for each operation does not prevent that: a thread writes the name after those who wait have continued.
 
 So groups get one thread here. Operations of a group then run one after the other, in the order in which they were
 started, which is the same on all ranks. Operations of different groups still run side by side.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from llava_mcore.config.rules.batch_size import BatchSizes
@@ -160,13 +161,24 @@ def open_streams(
     """
     common: dict[str, Any] = {"batch_size": batch_size, "packing": packing_of(data)}
     streams = mixture.num_streams
-    rows = streams * batch_size  # of all streams' next batches
+    common["num_streams"] = streams
 
-    def iterations_after(num_batches: int) -> float:
-        return global_batch_sizes.iterations_between(num_batches * rows, (num_batches + 1) * rows)
+    def rows_before(stream: int, num_batches: int) -> int:
+        """Return the rows of all streams before a batch of one: they take turns."""
+        return (num_batches * streams + stream) * batch_size
+
+    def iterations_after(stream: int, num_batches: int) -> float:
+        before, after = (rows_before(stream, n) for n in (num_batches, num_batches + 1))
+        return global_batch_sizes.iterations_between(before, after)
 
     return {
-        n: Stream(StreamOrder(mixture, n), reader, iterations_after=iterations_after, num_streams=streams, **common)
+        n: Stream(
+            StreamOrder(mixture, n),
+            reader,
+            first_iteration=global_batch_sizes.iterations_between(0, rows_before(n, 0)),
+            iterations_after=partial(iterations_after, n),
+            **common,
+        )
         for n in indices
     }
 

@@ -76,6 +76,7 @@ class Stream:
         batch_size: int,
         packing: Packing | None,
         num_streams: int = 1,
+        first_iteration: float = 0.0,
         iterations_after: Callable[[int], float] = lambda num_batches: 0.0,
     ) -> None:
         """Start at the beginning; nothing is read yet.
@@ -84,6 +85,7 @@ class Stream:
             batch_size: rows of a batch.
             packing: None if a row is one sample.
             num_streams: streams of the run, which all have about as many tokens.
+            first_iteration: iterations before the first batch.
             iterations_after: iterations between a batch of a stream and the next one; its argument is their number
                 before.
         """
@@ -94,7 +96,7 @@ class Stream:
         self._num_tokens = 0
         self._num_in_a_row = self._num_broken = 0
         self._num_streams, self._iterations_after = num_streams, iterations_after
-        self._num_iterations = 0.0
+        self._num_iterations = first_iteration
 
     def position(self) -> dict[str, Any]:
         """Return the position after the last batch, as plain containers."""

@@ -181,9 +181,8 @@ class _AnswerLoop:
             ids = ids[:, ids[0] < self.model.models[-1].language_model.true_vocab_size]  # those that can be predicted
             draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
             most_tokens = self.settings.longest_answer(length)
-            row = _PromptRow(
-                self.num_read, length, position, most_tokens, ids, self.settings.processors(length, ids.device), draws
-            )
+            processors = self.settings.processors(length, ids.device, num_left_out=length - ids.shape[1])
+            row = _PromptRow(self.num_read, length, position, most_tokens, ids, processors, draws)
             self.num_read += 1
             logits = self.model.read_prompt(batch, length, index)
             self.rows[index] = row

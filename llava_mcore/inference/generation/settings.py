@@ -118,30 +118,28 @@ class Settings:
             )
         return min(self.max_new_tokens, limit - prompt_length)
 
-    def processors(self, prompt_length: int, device: torch.device) -> LogitsProcessorList:
+    def processors(self, prompt_length: int, device: torch.device, *, num_left_out: int = 0) -> LogitsProcessorList:
         """Return what changes the logits before a token is chosen, in transformers' order.
 
         Args:
             prompt_length: tokens of the prompt, media included.
+            num_left_out: tokens of the prompt that are missing in the ids that the processors get.
         """
         config, ends, name = self.config, sorted(self.end_ids), str(device)
+        num_ids = prompt_length - num_left_out
         processors: list[LogitsProcessor] = []
         if config.repetition_penalty not in (None, 1.0):
             processors.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
         if config.no_repeat_ngram_size:
             processors.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
-        if config.min_length and ends:
-            processors.append(MinLengthLogitsProcessor(config.min_length, ends, device=name))
+        if config.min_length and config.min_new_tokens is None and ends:
+            processors.append(MinLengthLogitsProcessor(max(0, config.min_length - num_left_out), ends, device=name))
         if config.min_new_tokens and ends:
-            processors.append(
-                MinNewTokensLengthLogitsProcessor(prompt_length, config.min_new_tokens, ends, device=name)
-            )
+            processors.append(MinNewTokensLengthLogitsProcessor(num_ids, config.min_new_tokens, ends, device=name))
         if config.suppress_tokens is not None:
             processors.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=name))
         if config.begin_suppress_tokens is not None:
-            processors.append(
-                SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=name)
-            )
+            processors.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, num_ids, device=name))
         if self.draws:
             processors += self._warpers()
         return LogitsProcessorList(processors)

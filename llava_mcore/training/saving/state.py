@@ -30,9 +30,8 @@ from llava_mcore.parallel.random import random_state, set_random_state
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.logs.run_record import OF_EVERY_RANK, RANDOM_STATES
 from llava_mcore.training.optimization.data_parallel import DataParallelModel
-from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
+from llava_mcore.training.optimization.optimizer import follow_settings, own_rates, rate_change
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
-from llava_mcore.training.optimization.schedule import rate_change
 from llava_mcore.training.setup import Trainer, saved_state
 
 logger = logging.getLogger(__name__)
@@ -136,6 +135,8 @@ def _check_resumable(run: RunConfig, before: RunConfig, checkpoint: Path) -> Non
     if mismatches:
         if before.parallel.divides_optimizer and not run.parallel.divides_optimizer:
             mismatches[0] += "; --fsdp saves as --dist-optim does: add one of them"
+        elif run.parallel.divides_optimizer and not before.parallel.divides_optimizer:
+            mismatches[0] += "; --fsdp resumes as --dist-optim does: omit both"
         way_out = f"to start from its weights alone, give another --name and --megatron-load-dir {checkpoint}"
         title = f"{checkpoint} cannot be resumed like this (the layout may change, these may not; {way_out})"
         raise CheckpointError(problems(title, mismatches))

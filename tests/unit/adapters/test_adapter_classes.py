@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor
 
 from llava_mcore.adapters.adaptation import adapter_setup_of
 from llava_mcore.adapters.factors import CHILD
 from llava_mcore.adapters.linear_layers import BIAS, WEIGHT, ModelLayers, model_layers
-from llava_mcore.adapters.peft_tensors import without_wrappers
+from llava_mcore.adapters.peft_config import plan_of_folder, write_config
+from llava_mcore.adapters.peft_tensors import PREFIX, WEIGHTS, expected_tensors, without_wrappers
 from llava_mcore.adapters.targets import plan_from_config, trained_parameters
 from llava_mcore.checkpoint.layout import latest_checkpoint
 from llava_mcore.config.sections.adapter import AdapterConfig
@@ -30,6 +33,7 @@ from llava_mcore.training.load_model import load_adapted
 from tests.helpers.cases import EACH_CLASS, Case, case_inputs, hf_inputs, make_case
 from tests.helpers.fixed_dropout import RATE, fix_peft, fixed_here
 from tests.helpers.peft_models import make_peft_folder, open_hf, open_hf_in_4_bits
+from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.tiny_qwen import WITH_EXPERTS
 
 BIASES = {"bias": "lora_only"}
@@ -54,6 +58,42 @@ def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def inputs(case: Case, folder: Path) -> dict[str, Tensor]:
     return case_inputs(case, open_hf(folder / "hf"), folder / "hf")
+
+
+def test_a_module_is_not_the_beginning_of_another_s_name(tmp_path: Path) -> None:
+    make_hf_llava(tmp_path, text_overrides={"num_hidden_layers": 11})
+    layers = model_layers(load_hf_config(tmp_path))
+    settings = AdapterConfig(r=8, modules_to_save="language_model.layers.1")
+    trained = trained_parameters(plan_from_config(settings, layers), layers)
+    assert {name.split(".layers.")[1].split(".")[0] for name, value in trained.items() if value} == {"1"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 8, "vision_r": 4, "alpha": 5, "dropout": 0.25, "bias": "all"},
+        {"r": 8, "projection_r": 2, "targets": "q_proj,k_proj,v_proj,linear_1", "dora": True, "bias": "lora_only"},
+        {"vision_r": 3, "rslora": True, "modules_to_save": "embed_tokens,linear_2"},
+    ],
+)
+def test_a_written_adapter_is_read_as_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
+    """By us, with alphas that are not integers; and by PEFT."""
+    hf = make_hf_llava(tmp_path / "hf", text="qwen2")
+    layers = model_layers(load_hf_config(tmp_path / "hf"))
+    plan = plan_from_config(AdapterConfig(**settings), layers)
+    first = next(iter(plan.lora_ranks))
+    plan = replace(plan, alphas=dict.fromkeys(plan.lora_ranks, 6.5) | {first: 3.25})
+    write_config(tmp_path, plan, layers, None, type(hf))
+    shapes = expected_tensors(plan, layers)
+    save_file({PREFIX + name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / WEIGHTS)
+    assert plan_of_folder(tmp_path, plan.name, layers, is_trained=True) == plan
+    theirs = LoraConfig.from_pretrained(tmp_path)
+    found = (theirs.lora_dropout, theirs.bias, theirs.use_dora, theirs.use_rslora, theirs.lora_alpha)
+    assert found == (plan.dropout, plan.bias, plan.dora, plan.rslora, 6.5)
+    adapted = get_peft_model(hf, theirs).get_base_model()
+    for name, rank in plan.lora_ranks.items():
+        layer = adapted.get_submodule(name)
+        assert (layer.r["default"], layer.scaling["default"]) == (rank, pytest.approx(plan.scaling(name))), name
 
 
 @pytest.mark.long

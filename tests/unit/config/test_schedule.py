@@ -16,7 +16,7 @@ from llava_mcore.config.rules.all_rules import check_batch, check_values
 from llava_mcore.config.rules.batch_size import BatchSizes, Ramp
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.training.optimization.schedule import build_scheduler, learning_rates, rate_change
+from llava_mcore.training.optimization.optimizer import build_scheduler, learning_rates, rate_change
 
 RAMPS = st.builds(Ramp, start=st.integers(1, 6), increment=st.integers(1, 4), samples=st.integers(0, 90))
 
@@ -83,6 +83,16 @@ def test_shapes_of_the_schedule() -> None:
         assert found[7:] == pytest.approx([0.1 + 0.9 * shape(i / 4) for i in range(1, 5)]), name
     in_samples = rates(run_of(*WARM, wsd[0], "optimizer.lr_wsd_decay_samples=32"), 11)
     assert in_samples == rates(run_of(*WARM, *wsd), 11)
+
+
+def test_each_part_has_its_own_rate() -> None:
+    """Half way down from its own peak to the same fraction of it."""
+    run = run_of(*WARM, "optimizer.lr_decay_style=linear", "optimizer.vision_lr=0.5", "optimizer.projection_lr=2")
+    optimizer: Any = SimpleNamespace(param_groups=[{"max_lr": 1.0, "min_lr": 0.1}])
+    scheduler = build_scheduler(run, optimizer)
+    scheduler.step(increment=48)
+    expected = {"language_model": 0.55, "vision_model": 0.275, "vision_projection": 1.1}
+    assert learning_rates(run, scheduler) == pytest.approx(expected)
 
 
 def test_a_resume_says_how_it_changes_the_rate_and_what_keeps_it() -> None:

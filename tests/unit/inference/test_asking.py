@@ -29,6 +29,7 @@ from tests.helpers.cases import Case, make_sharp_case
 from tests.helpers.generating import Ask, generate_here
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
+from tests.helpers.tiny_mllama import make_hf_mllama
 from tests.helpers.videos import noise
 
 SPLIT = "split_parts: {train: [000001.tar], val: [000000.tar], test: []}\nexclude: []\n"
@@ -104,6 +105,47 @@ def test_a_folder_s_own_length_and_ends(root: Path, tmp_path: Path, ask: Ask) ->
     assert ask("--hf-dir", stopped, *given)[0] == 0
     code, _, said = ask("--megatron-dir", tmp_path / "stopped-megatron", *given)
     assert code == 2 and "sets stop_strings = ['\\x00'], which only transformers knows" in said
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "all": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 1, "min_new_tokens": 3, "min_length": 500},
+    "suppressed": {"begin_suppress_tokens": [5, 6], "suppress_tokens": [7], "min_length": 9},
+}
+
+
+@pytest.mark.parametrize("sampling", [TokenSampling(), TokenSampling(0.7, 0.9, 40)], ids=["best", "drawn"])
+@pytest.mark.parametrize("name", RULES)
+def test_logits_are_changed_as_by_transformers(name: str, sampling: TokenSampling, root: Path, tmp_path: Path) -> None:
+    """Every setting of a folder that is supported, in the same order, token by token."""
+    model = HfModel.load(with_settings(root / "hf", tmp_path / "hf", eos_token_id=EOS, **RULES[name]))
+    settings = read_settings(tmp_path / "hf", model.model.config, EOS, max_new_tokens=5, sampling=sampling)
+    inputs = model.inputs(ASKED)
+    length = inputs["input_ids"].shape[1]
+    given = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    out = model.model.generate(**inputs, generation_config=settings.config, **given)
+    processors = settings.processors(length, torch.device("cpu"))
+    assert len(out.scores) > 2
+    for number, (logits, scores) in enumerate(zip(out.logits, out.scores, strict=True)):
+        assert not torch.equal(logits, scores)
+        assert torch.equal(processors(out.sequences[:, : length + number], logits.clone()), scores), number
+
+
+def test_a_placeholder_without_logits_is_counted_as_a_token(tmp_path: Path, ask: Ask) -> None:
+    """Mllama cannot predict its placeholder; what a folder forbids at the beginning of an answer is forbidden there."""
+    make_hf_mllama(tmp_path / "hf")
+    (tmp_path / "picture.png").write_bytes(noise(60, 80))
+    asked, answers = ("--question", "What is this?", "--image", tmp_path / "picture.png", "--max-new-tokens", 6), []
+    model = HfModel.load(tmp_path / "hf")
+    settings = read_settings(tmp_path / "hf", model.model.config, EOS, max_new_tokens=1, sampling=TokenSampling())
+    question = Conversation((Turn("user", "<image>\nWhat is this?"),), ((tmp_path / "picture.png").read_bytes(),))
+    first = model.answer(question, settings)
+    for name, more in (("as it is", {}), ("suppressed", {"begin_suppress_tokens": first, "min_new_tokens": 2})):
+        folder = with_settings(tmp_path / "hf", tmp_path / name, eos_token_id=EOS, **more)
+        import_hf(folder, tmp_path / f"{name}-megatron")
+        answer, again = ask("--hf-dir", folder, *asked), ask("--megatron-dir", tmp_path / f"{name}-megatron", *asked)
+        assert answer[:2] == again[:2] and answer[0] == 0
+        answers.append(answer[1])
+    assert answers[0] != answers[1]
 
 
 def test_an_eos_with_id_0_ends_answers(root: Path, tmp_path: Path, ask: Ask) -> None:

@@ -88,6 +88,8 @@ def test_bleu_takes_any_number_of_references() -> None:
     first = ENGLISH[:1]
     assert bleu(first, "13a") == pytest.approx(100 * math.prod([6 / 7, 5 / 6, 4 / 5, 3 / 4]) ** (1 / 4))
     assert bleu((*first, Answered("x", ("y",))), "13a") < bleu(first, "13a")
+    also = [Answered(x.answer, (*x.references, x.answer)) for x in first]
+    assert bleu(also, "13a") == pytest.approx(100), "the second reference counts too"
 
 
 def test_cider_of_equal_texts_is_ten_and_needs_several_samples() -> None:

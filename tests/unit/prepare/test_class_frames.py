@@ -20,7 +20,10 @@ from llava_mcore.prepare.media.video_files import select_frames
 from llava_mcore.prepare.sampling import FrameRule, Sampling
 
 MOST = 40
-LENGTHS = ((1, 5, 0), (3, 25, 0), (7, 30, 11), (19, 24, 1), (20, 30, 0), (61, 25, 7), (120, 10, 3), (600, 50, 9))
+LENGTHS = (
+    *((1, 5, 0), (3, 25, 0), (7, 30, 11), (19, 24, 1), (20, 30, 0), (61, 25, 7), (81, 24, 5), (120, 10, 3)),
+    *((29, 24, 0), (600, 50, 9)),  # in fp64, some frames of the first would be others
+)
 FRAMES_AND_SECONDS = [(seconds * rate + more, seconds + more / rate) for seconds, rate, more in LENGTHS]
 
 

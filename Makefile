@@ -56,7 +56,7 @@ ACROSS_VERSIONS += $(call unit,activations anyres_model audio check_model classe
 # Tokens: chat templates, tokenizers, processors; the models that `build` makes of parts.
 ACROSS_VERSIONS += $(call unit,build_classes chat_templates data_assets data_chat)
 # Every patch and private name in llava_mcore/compat, what starts without CUDA, the table of versions.
-ACROSS_VERSIONS += $(call unit,compat cpu versions)
+ACROSS_VERSIONS += $(call unit,compat cpu gloo versions)
 # The whole way: training beside plain torch, a resumed run, answers and the server.
 ACROSS_VERSIONS += 'tests/parallel/test_resume_layouts.py::test_resumed_at_another_layout[tied]'
 ACROSS_VERSIONS += tests/parallel/test_training.py::test_one_process_trains_as_plain_hugging_face

@@ -48,7 +48,7 @@ def _ask_all(url: str, exam: Path, picture: Path) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     with opened(url) as page:
         for line in lines[:: len(lines) // QUESTIONS + 1]:
-            found = ask(page, line["question"], exam / line["picture"])
+            found = ask(page, line["question"], exam / line["image"])
             rows.append({"question": line["question"], "reference": line["answer"], "answer": found.text,
                          "seconds": f"{found.seconds:.2f}"})  # fmt: skip
             if len(rows) == SHOWN:

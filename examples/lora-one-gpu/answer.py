@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     p.add_argument("--hf-dir", type=Path, required=True, help="folder of the model that the adapter belongs to")
     p.add_argument("--adapter", type=Path, required=True, help="folder that export-hf wrote")
-    p.add_argument("--image", type=Path, required=True, help="picture")
+    p.add_argument("--image", type=Path, required=True, help="image")
     p.add_argument("--question", required=True, help="question about it")
     p.add_argument("--max-new-tokens", type=int, default=128, help="of the answer (default 128)")
     return p

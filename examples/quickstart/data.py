@@ -43,7 +43,7 @@ class Exam:
     """A question about a held-out scan, with the answer that counts as right."""
 
     scan: int
-    picture: str
+    image: str
     form: str
     question: str
     answer: str

@@ -34,7 +34,7 @@ def _answers(
     model: LlavaForConditionalGeneration, processor: LlavaProcessor, folder: Path, batch: list[Exam]
 ) -> list[str]:
     texts = [processor.apply_chat_template(conversation(x.question), add_generation_prompt=True) for x in batch]
-    pictures = [Image.open(folder / x.picture) for x in batch]
+    pictures = [Image.open(folder / x.image) for x in batch]
     inputs = processor(text=texts, images=pictures, return_tensors="pt", padding=True, add_special_tokens=False)
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)

@@ -45,7 +45,7 @@ def plot_predictions(answered: list[tuple[Exam, str]], exam_folder: Path, path: 
     figure, grid = plt.subplots(ROWS, COLUMNS, figsize=(2.5 * COLUMNS, 2.75 * ROWS), dpi=110, layout="constrained")
     for axes, (question, text) in zip(grid.flat, chosen, strict=True):
         right = text == question.answer
-        axes.imshow(Image.open(exam_folder / question.picture))
+        axes.imshow(Image.open(exam_folder / question.image))
         axes.set_xticks([])
         axes.set_yticks([])
         for spine in axes.spines.values():

@@ -125,7 +125,7 @@ def write_rows(out: Path, emoji: list[Emoji], num_views: int, num_held_out: int 
     for name, some in {"train": rows, "exam": exam}.items():
         save(out / f"{name}.json", some)
         save(out / f"{name}_text.json", conversations.without_picture(some))
-    examples = [{"picture": x["images"][0], "question": conversations.text(x)} for x in exam]
+    examples = [{"image": x["images"][0], "question": conversations.text(x)} for x in exam]
     (out / "exam" / "questions.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in examples), encoding="utf-8")
     console.print(f"{len(train)} emoji to train on, {len(held_out)} held out; {len(rows)} conversations")
 

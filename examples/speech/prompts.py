@@ -47,7 +47,7 @@ def read_prompts(sounds: Path, texts: Path) -> list[Prompt]:
     if not sounds.is_dir() or not texts.is_file():
         raise FileNotFoundError(
             f"there is no {sounds} or no {texts}: apt-get install asterisk-core-sounds-en-wav asterisk-core-sounds-en, "
-            "or give --sounds and --texts"
+            "or give --recordings and --texts"
         )
     lines = gzip.decompress(texts.read_bytes()).decode("utf-8").splitlines()
     named = dict(line.split(": ", 1) for line in lines if not line.startswith(";") and ": " in line)

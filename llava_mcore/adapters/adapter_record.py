@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +11,16 @@ from typing import Any
 
 from llava_mcore.adapters.linear_layers import ModelLayers
 from llava_mcore.adapters.targets import LoraSettings
-from llava_mcore.checkpoint.complete import iterations
-from llava_mcore.checkpoint.identity import is_of_import, weights_identity
-from llava_mcore.checkpoint.layout import is_iteration, iteration_folder, newest_iteration
+from llava_mcore.checkpoint.checksums import recorded
+from llava_mcore.checkpoint.complete import RUN_JSON, iterations
+from llava_mcore.checkpoint.layout import hf_folder, is_iteration, iteration_folder, newest_iteration, read_manifest
 from llava_mcore.errors import CheckpointError, ConfigError
 from llava_mcore.files.regular import read_object
 
 FILE = "adapters.json"
 _FORMAT = 1
+_METADATA = ".metadata"
+_IMPORT = "import"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Base:
     @property
     def is_import(self) -> bool:
         """Whether the weights are those of an imported Hugging Face folder."""
-        return is_of_import(self.identity)
+        return self.identity.startswith(f"{_IMPORT}:")
 
     def base_dir(self, base_dir: Path | None) -> Path | None:
         """Return `base_dir`, which may be meant for another adapter: None if it does not hold these weights, and they
@@ -73,6 +76,31 @@ class Base:
         others = [iteration_folder(root, iteration) for iteration in reversed(iterations(root))]
         complete = [newest, *(folder for folder in others if is_iteration(folder))]
         return next((folder for folder in complete if weights_identity(folder) == self.identity), newest)
+
+
+def weights_identity(checkpoint: Path) -> str:
+    """Return a text that is the same for the same weights.
+
+    For an import, it is computed from the SHA-256 of the Hugging Face tensors, so another import of the same folder
+    counts as the same. For a checkpoint of training, it is computed from the files' checksums. Nothing large is read.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint.
+    """
+    manifest = None if (checkpoint / RUN_JSON).is_file() else read_manifest(hf_folder(checkpoint))
+    if manifest is not None:
+        return _digest(_IMPORT, manifest.digests)
+    files = recorded(checkpoint)
+    if files is not None:
+        return _digest("files", {name: text for name, text in files.items() if "/" not in name})
+    path = checkpoint / _METADATA
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint}: no {_METADATA}; expected the folder of one iteration")
+    return _digest("metadata", {_METADATA: hashlib.sha256(path.read_bytes()).hexdigest()})
+
+
+def _digest(kind: str, parts: dict[str, str]) -> str:
+    return f"{kind}:{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()}"
 
 
 def holds_adapters(checkpoint: Path) -> bool:

@@ -59,10 +59,10 @@ def new_expert_factors(module: ExpertMatrices, plan: LoraSettings, member: HfLin
 
     They do not depend on the layout: every rank draws A of all experts and keeps its own.
     """
-    weight, lora_rank = module.weight, plan.lora_ranks[member.name]
+    weight, (shape_of_A, _) = module.weight, plan.factor_shapes(member)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {plan.name} {member.part} {member.key}".encode()))
     bound = member.inputs**-0.5  # kaiming_uniform_(a=sqrt(5)), as torch.nn.Linear's
-    full = torch.empty(member.experts, lora_rank, member.inputs).uniform_(-bound, bound, generator=generator)
+    full = torch.empty(shape_of_A).uniform_(-bound, bound, generator=generator).unflatten(0, (member.experts, -1))
     # Ranks divide B's rows, or A's columns, as they divide the matrices.
     divides_outputs = module.split_dim == 1
     of_A = ExpertPart.of(module.groups, None if divides_outputs else 2)
@@ -70,7 +70,7 @@ def new_expert_factors(module: ExpertMatrices, plan: LoraSettings, member: HfLin
     device = torch.device("cpu") if weight.is_meta else weight.device
     A = Parameter(of_A.cut(full).to(device, weight.dtype, copy=True))
     rows = member.outputs // (of_B.num_parts if divides_outputs else 1)
-    B = Parameter(torch.zeros(len(A), rows, lora_rank, dtype=weight.dtype, device=device))
+    B = Parameter(torch.zeros(len(A), rows, A.shape[1], dtype=weight.dtype, device=device))
     for parameter, part in ((A, of_A), (B, of_B)):
         # Marks as those of the experts themselves: over which ranks gradients are added up, and who counts them.
         is_divided = part.split_dim is not None or part.num_parts == 1

@@ -20,6 +20,7 @@ from llava_mcore.adapters.linear_layers import MegatronLinear, ModelLayers
 from llava_mcore.adapters.quantized import QUANTIZERS, Nf4, Quantized, frozen_linears, gather_parts, to_fp8, to_nf4
 from llava_mcore.compat.megatron.frozen_linears import freeze_with
 from llava_mcore.errors import ConfigError
+from llava_mcore.files.sizes import size_text
 from llava_mcore.models.language.experts import ExpertMatrices
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.groups import Groups
@@ -56,11 +57,11 @@ def quantize_model(models: Sequence[VisionLanguageModel], layers: ModelLayers, k
     # What was gained.
     weights, num_bytes = sum(x.num_weights for x in quantized_layers), sum(x.num_bytes for x in quantized_layers)
     logger.info(
-        "%s: %s weights of this rank's %d layers take %.3f GiB",
+        "%s: %s weights of this rank's %d layers take %s",
         kind,
         f"{weights:,}",
         len(quantized_layers),
-        num_bytes / 2**30,
+        size_text(num_bytes),
     )
 
 

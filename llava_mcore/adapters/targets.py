@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llava_mcore.adapters.linear_layers import BIAS, HfLinear, ModelLayers
-from llava_mcore.config.sections.adapter import ALL_LINEAR, AdapterConfig
+from llava_mcore.config.sections.adapter import ALL_LINEAR, RANK_KEYS, AdapterConfig
 from llava_mcore.errors import ConfigError, problems
 
-_RANK_KEYS = {
-    "language_model": "--lora-r",
-    "vision_model": "adapter.vision_r",
-    "vision_projection": "adapter.projection_r",
-}
-"""The settings that give the layers of a part a rank."""
 _MOST_NAMES = 16  # maximum number of names in a message
 
 
@@ -73,29 +67,26 @@ def plan_from_config(adapter: AdapterConfig, layers: ModelLayers) -> LoraSetting
     modules = tuple(dict.fromkeys(module for matching in saved.values() for module in matching))
     errors += _tied(modules, layers)
     # Layers by target, each with the rank of its part.
-    of_parts = {
-        "language_model": adapter.r,
-        "vision_model": adapter.vision_r,
-        "vision_projection": adapter.projection_r,
-    }
+    ranks = adapter.ranks
+    of_experts = ranks.pop("experts", None)
     chosen: dict[str, int] = {}
-    for target in adapter.targets if any(of_parts.values()) else ():
+    for target in adapter.targets if ranks else ():
         members = layers.members if target == ALL_LINEAR else _matching(target, layers.members)
-        free = {name: of_parts[layers.members[name].part] for name in members if not _inside(name, modules)}
-        with_lora_rank = {name: lora_rank for name, lora_rank in free.items() if lora_rank is not None}
+        free = {name: layers.members[name].part for name in members if not _inside(name, modules)}
+        with_lora_rank = {name: ranks[part] for name, part in free.items() if part in ranks}
         if not with_lora_rank:
-            errors.append(_nothing_to_adapt(target, free, layers))
+            errors.append(_nothing_to_adapt(target, free.values(), layers))
         chosen |= with_lora_rank
     # A rank without any layer would have no effect.
-    for part, lora_rank in of_parts.items():
-        if not errors and lora_rank is not None and not any(layers.members[name].part == part for name in chosen):
+    for part, lora_rank in ranks.items():
+        if not errors and not any(layers.members[name].part == part for name in chosen):
             errors.append(
-                f"{_RANK_KEYS[part]} {lora_rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part"
+                f"{RANK_KEYS[part]} {lora_rank}: --lora-targets {','.join(adapter.targets)} has no layer in that part"
             )
-    if adapter.expert_r is not None:
-        chosen |= dict.fromkeys(layers.expert_members, adapter.expert_r)
+    if of_experts is not None:
+        chosen |= dict.fromkeys(layers.expert_members, of_experts)
         if not layers.expert_members:
-            errors.append("adapter.expert_r: the model has no experts")
+            errors.append(f"{RANK_KEYS['experts']}: the model has no experts")
     if errors:
         raise ConfigError(problems("this model cannot get such an adapter", errors))
     return LoraSettings(
@@ -177,10 +168,9 @@ def _matching(target: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name == target or name.endswith(f".{target}")]
 
 
-def _nothing_to_adapt(target: str, members: Mapping[str, int | None], layers: ModelLayers) -> str:
-    """Say why a target selects no layer."""
-    if members:
-        keys = dict.fromkeys(_RANK_KEYS[layers.members[name].part] for name in members)
+def _nothing_to_adapt(target: str, parts: Iterable[str], layers: ModelLayers) -> str:
+    """Say why a target selects no layer. `parts`: of the layers that it names."""
+    if keys := dict.fromkeys(RANK_KEYS[part] for part in parts):
         return f"--lora-targets {target}: its layers have no rank; give {' or '.join(keys)}"
     if _matching(target, layers.module_names):
         return (

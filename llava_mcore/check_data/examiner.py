@@ -13,12 +13,12 @@ from megatron.energon import SkipSample
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
 from llava_mcore.check_data.finding import Finding, as_one
-from llava_mcore.check_data.raw_sample import sides_of, unused_keys
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.config.sections.training import TrainingConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.encode.encode import TooLongError, stored_tokens
 from llava_mcore.data.encode.marks import LITERAL_REASON
+from llava_mcore.data.encode.record_keys import PAIR, ROW, TURN
 from llava_mcore.data.encode.tokens import DIGEST_KEY, TOKENS_KEY, is_by, is_of
 from llava_mcore.data.loader.datasets import Dataset, open_datasets
 from llava_mcore.data.loader.sample_problems import DATA_ERRORS, Skips
@@ -31,6 +31,8 @@ SEED: int = TrainingConfig.model_fields["seed"].default
 BOUNDLESS = 2**40
 READ_ERRORS = (OSError, ValueError, tarfile.TarError)
 """Errors of reading a shard, which end training: later samples would be wrong as well."""
+_READ = ("messages", "question", "images", "videos", "audios")
+"""Keys of a shard's json that are read, besides those of a row."""
 
 
 class Examiner:
@@ -216,10 +218,11 @@ def _typed(chat: ChatSample, assets: Assets) -> list[str]:
     tokens = sorted({token for c in chat.conversations for token in assets.chat.typed_in(c.turns, c.tools)})
     is_text = assets.chat.special_tokens_in_text == "text"
     reading = "read as plain text" if is_text else "read as the token"
+    advice = {token: f"; {text}" for token, text in assets.chat.mark_advice.items()}
     return [
         f"its text has {token}, read as plain text: {LITERAL_REASON}"
         if token in assets.chat.literal_marks
-        else f"its text has the special token {token}, {reading} (--special-tokens-in-text)"
+        else f"its text has the special token {token}, {reading} (--special-tokens-in-text){advice.get(token, '')}"
         for token in tokens
     ]
 
@@ -239,3 +242,30 @@ def _parts_twice(chat: ChatSample) -> list[str]:
     names = [name for source in chat.__sources__ or () for name in source.file_names]
     twice = sorted({name for name in names if names.count(name) > 1})
     return [f"the shard contains {', '.join(twice)} more than once; the last one is used"] if twice else []
+
+
+def sides_of(raw: Any) -> dict[str, Any]:
+    """Return the sample for each of its answers, by its name; a sample that is not a pair by the name "".
+
+    Each answer is checked as a conversation of its own, about the same images, videos and audio clips.
+    """
+    about = raw.get("json") if isinstance(raw, dict) else None
+    if not isinstance(about, dict) or not all(isinstance(about.get(key), dict) for key in PAIR):
+        return {"": raw}
+    shared = {key: value for key, value in about.items() if key not in PAIR}
+    return {key: {**raw, "json": {**shared, **about[key]}} for key in PAIR}
+
+
+def unused_keys(raw: Any) -> tuple[str, ...]:
+    """Return the keys of a raw sample's json that nothing reads, each once, as `prepare` reports them."""
+    about = raw.get("json") if isinstance(raw, dict) else None
+    if not isinstance(about, dict):
+        return ()
+    pack = about.get("pack")
+    names: dict[str, None] = {}
+    for member in [about, *(pack if isinstance(pack, list) else ())]:
+        names |= dict.fromkeys(ROW.unused(member, _READ))
+        messages = member.get("messages")
+        for message in messages if isinstance(messages, list) else ():
+            names |= dict.fromkeys(TURN.unused(message))
+    return tuple(names)

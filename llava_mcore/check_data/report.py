@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from llava_mcore.check_data.tally import DatasetTally, Tally, bins, expected_fill, fitting, quantile
+from llava_mcore.check_data.tally import Tally, bins, expected_fill, fitting, quantile
 from llava_mcore.errors import counted
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -93,10 +93,10 @@ class DataReport:
         return {
             "samples": round(sum(r * one.per_sample(one.num_used) for one, r in weighted)),
             "tokens": round(sum(r * one.per_sample(one.num_tokens) for one, r in weighted)),
-            "pictures": round(sum(r * one.per_sample(one.num_images) for one, r in weighted)),
+            "images": round(sum(r * one.per_sample(one.num_images) for one, r in weighted)),
             "videos": round(sum(r * one.per_sample(one.num_videos) for one, r in weighted)),
             "frames": round(sum(r * one.per_sample(one.num_frames) for one, r in weighted)),
-            "sounds": round(sum(r * one.per_sample(one.num_audios) for one, r in weighted)),
+            "audios": round(sum(r * one.per_sample(one.num_audios) for one, r in weighted)),
         }
 
     def quantiles(self) -> dict[str, int]:
@@ -136,24 +136,19 @@ class DataReport:
                 "sample_multiple": self.sample_multiple,
                 "fill": self.fill,
             },
-            "pictures_per_sample": _by_number(tally.images),
+            "images_per_sample": _by_number(tally.images),
             "videos_per_sample": _by_number(tally.videos),
             "frames_per_video": _by_number(tally.frames),
             "videos_without_fps": tally.num_without_fps,
             "unused_keys": dict(tally.unused.most_common()),
-            "sounds_per_sample": _by_number(tally.audios),
+            "audios_per_sample": _by_number(tally.audios),
             "epoch": self.epoch(),
             # Each dataset, and each problem with examples.
-            "datasets": [_dataset_as_json(one) for one in tally.datasets],
+            "datasets": [asdict(one) for one in tally.datasets],
             "stop": list(self.stop),
             "remarks": list(self.remarks),
             "groups": [asdict(g) for level in ("stop", "left out", "remark") for g in tally.problems(level)],
         }
-
-
-def _dataset_as_json(data: DatasetTally) -> dict[str, Any]:
-    """Return a dataset's counts by the names that the report has in files."""
-    return {"num_sounds" if name == "num_audios" else name: value for name, value in asdict(data).items()}
 
 
 def _by_number(counts: Counter[int]) -> dict[str, int]:

@@ -135,16 +135,10 @@ def _listed(counts: Counter[int]) -> str:
     return ", ".join(f"{value}: {count}" for value, count in sorted(counts.items()))
 
 
-_WORDS = {"pictures": "image", "sounds": "audio clip"}
-
-
 def _epoch_in_words(epoch: dict[str, int]) -> str:
-    """Return an epoch's counts as text. Videos and audio clips are only mentioned where there are some.
-
-    Reports call images pictures and audio clips sounds, as earlier ones did.
-    """
-    said = {name: count for name, count in epoch.items() if count or name not in ("videos", "frames", "sounds")}
-    words = {name: _WORDS.get(name, name.removesuffix("s")) for name in said}
+    """Return an epoch's counts as text. Videos and audio clips are only mentioned where there are some."""
+    said = {name: count for name, count in epoch.items() if count or name not in ("videos", "frames", "audios")}
+    words = {name: "audio clip" if name == "audios" else name.removesuffix("s") for name in said}
     return ", ".join(counted(count, words[name]) for name, count in said.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +10,16 @@ from types import MappingProxyType
 from typing import Literal
 
 from llava_mcore.checkpoint.complete import RUN_JSON, Choice, iterations, newest_complete
-from llava_mcore.checkpoint.identity import RUN_ID, run_id
 from llava_mcore.checkpoint.layout import RUN_FILE, TRACKER, hf_folder, latest_checkpoint, latest_iteration
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import NON_PERSISTENT, RunConfig
 from llava_mcore.config.sections.checkpoint import CheckpointConfig
 from llava_mcore.errors import CheckpointError, ConfigError, problems
-from llava_mcore.files.regular import read_object
+from llava_mcore.files.regular import naming, read_object, read_text
 
+RUN_ID_FILE, RUN_ID = "run_id.txt", "run_id"
+"""An id in SAVE_DIR/NAME, and its key in the run.json of checkpoints: a run must not resume from non-persistent
+checkpoints of an earlier run of its name whose folder has been deleted. Older versions wrote none."""
 _START_AGAIN = "; to start again, delete it or give another --name"
 
 
@@ -174,3 +177,20 @@ def _load(folder: Path, damaged: Mapping[Path, str]) -> StartPoint:
         checkpoint, iteration = latest_checkpoint(folder)
         return StartPoint("load", checkpoint, iteration, hf_folder(checkpoint))
     return StartPoint("load", choice.folder, choice.iteration, hf_folder(choice.folder), choice.passed_over)
+
+
+def run_id(run_dir: Path) -> str | None:
+    """Return the id of a run's folder; None before its first checkpoint. FileError for a file that is not text."""
+    file = run_dir / RUN_ID_FILE
+    return read_text(file).strip() if file.is_file() else None
+
+
+def ensure_run_id(run_dir: Path) -> str:
+    """Return the id of a run's folder, and write one if it has none."""
+    identity = run_id(run_dir)
+    if identity is None:
+        identity = uuid.uuid4().hex
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with naming(run_dir / RUN_ID_FILE):
+            (run_dir / RUN_ID_FILE).write_text(f"{identity}\n", encoding="utf-8")
+    return identity

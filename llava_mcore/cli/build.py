@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `build`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore build",
+        usage="%(prog)s --save-dir DIR (--text-model M --vision-model M | --tiny CLASS | --model DIR) [FLAG …]",
         allow_abbrev=False,
         description="Compose a complete Hugging Face folder of LLaVA, InternVL, Idefics2, Idefics3, SmolVLM or "
         "Qwen2-Audio (config, weights, tokenizer with placeholders and a pad token, processor, chat template) from a "

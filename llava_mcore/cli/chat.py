@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `python -m llava_mcore chat`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore chat",
+        usage="%(prog)s --hf-dir DIR [--image FILE] [FLAG …]",
         allow_abbrev=False,
         description="Chat about images, videos or audio with a Hugging Face folder's model in the terminal. /help "
         "lists the commands, such as /image FILE. Runs on a GPU if there is one.",

@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `python -m llava_mcore check`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore check",
+        usage="%(prog)s (--data-path DIR --tokenizer-load-dir DIR | --hf-dir DIR | --megatron-dir DIR) [FLAG …]",
         allow_abbrev=False,
         description="Check that a Hugging Face folder can be converted completely; with --megatron-dir, also that the "
         "newest checkpoint there holds exactly the folder's weights; with --logits, also that it computes the same. "

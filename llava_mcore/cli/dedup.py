@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `python -m llava_mcore dedup`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore dedup",
+        usage="%(prog)s --data-path PATH … --out DIR [--exclude] [FLAG …]",
         allow_abbrev=False,
         description="Find samples that occur more than once in prepared data, exactly or nearly (images that were "
         "resized or recompressed, text with small changes), list them, and show them on a page. With --against, find "

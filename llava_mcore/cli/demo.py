@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--server", metavar="URL", help="address of a running server, such as http://localhost:8000/v1")
     p.add_argument(
         "--examples", type=Path, metavar="DIR",
-        help='folder with images and a questions.jsonl, lines of {"picture": "NAME.jpg", "question": "…"}',
+        help='folder with images and a questions.jsonl, lines of {"image": "NAME.jpg", "question": "…"}',
     )  # fmt: skip
     p.add_argument("--host", default="localhost", help="address of the page (default %(default)s: this machine only)")
     p.add_argument("--port", type=port, default=DEFAULT_PORT, help="port of the page (default %(default)s)")

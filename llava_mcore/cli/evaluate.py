@@ -34,9 +34,9 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `python -m llava_mcore evaluate`; None: not given. `with_defaults` sets the defaults."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore evaluate",
+        usage="%(prog)s (--hf-dir DIR | --megatron-dir DIR) … (--data-path DIR | --tasks NAMES) [FLAG …]",
         allow_abbrev=False,
-        description="Score models side by side: on a split of a prepared dataset (exact match, ANLS, ROUGE, BLEU, "
-        "CIDEr), on tasks of lm-eval, and on tasks of lmms-eval.",
+        description="Score models: on a dataset (exact match, ANLS, ROUGE, BLEU, CIDEr), lm-eval and lmms-eval.",
     )
     p.add_argument("--json", type=Path, metavar="FILE", help="write all scores, and every answer with its scores")
     # Who is asked; both kinds of folders may be compared.

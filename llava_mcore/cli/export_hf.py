@@ -15,6 +15,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `export-hf`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore export-hf",
+        usage="%(prog)s --megatron-dir DIR --hf-dir DIR [--verify] [FLAG …]",
         allow_abbrev=False,
         description="Convert the newest Megatron checkpoint of a folder into a Hugging Face folder.",
     )

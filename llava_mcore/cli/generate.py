@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `python -m llava_mcore generate`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore generate",
+        usage="%(prog)s (--hf-dir DIR | --megatron-dir DIR) (--question Q [--image FILE] | --data-path DIR) [FLAG …]",
         allow_abbrev=False,
         description="Answer a question about images, videos or audio clips, or all questions of a prepared dataset. "
         "A Hugging Face folder is run by transformers, a Megatron checkpoint by tp x cp x pp processes with a "

@@ -14,6 +14,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `import-hf`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore import-hf",
+        usage="%(prog)s --hf-dir DIR --megatron-dir DIR [--verify] [FLAG …]",
         allow_abbrev=False,
         description="Convert a Hugging Face folder into a Megatron checkpoint (torch_dist), exactly and without "
         "a GPU. The checkpoint loads at any tensor x pipeline x expert x data parallel size.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llava_mcore.cli.base.entry import command_main, skip_unused_here
+from llava_mcore.files.sizes import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +71,7 @@ def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
 
 def _parts(rows: Sequence[InventoryRow]) -> Table:
     """One line per part and state."""
-    right = ("tensors", "parameters", "GB")
+    right = ("tensors", "parameters", "size")
     table = _table("\nparts", "part", "training", "dtype", *right, right=right)
     groups: dict[tuple[str, str], list[InventoryRow]] = {}
     for row in rows:
@@ -84,7 +85,7 @@ def _parts(rows: Sequence[InventoryRow]) -> Table:
 
 def _sums(rows: Sequence[InventoryRow]) -> tuple[str, str, str]:
     tensors, parameters = sum(x.count for x in rows), sum(x.parameters for x in rows)
-    return f"{tensors:,}", f"{parameters:,}", f"{sum(x.num_bytes for x in rows) / 1e9:.3f}"
+    return f"{tensors:,}", f"{parameters:,}", size_text(sum(x.num_bytes for x in rows))
 
 
 def _shapes(rows: Sequence[InventoryRow]) -> Table:

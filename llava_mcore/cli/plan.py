@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "Predict memory and time of a run for every layout that train accepts; no GPU is needed. "
         "Takes the run's own flags; --gpus is the number of GPUs (per node, with --node).",
         dry_run=False,
+        lists_flags=False,
     )
     plan_flags = p.add_argument_group("plan")
     plan_flags.add_argument(

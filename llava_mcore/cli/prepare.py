@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `prepare`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore prepare",
+        usage="%(prog)s SRC … --out DIR [--tokenizer-load-dir DIR] [--image-dir DIR] [FLAG …]",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write energon shards with their index from conversations in any common format. Broken rows are "

@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """Flags of `python -m llava_mcore serve`."""
     p = argparse.ArgumentParser(
         prog="python -m llava_mcore serve",
+        usage="%(prog)s --hf-dir DIR [FLAG …]",
         allow_abbrev=False,
         description="Serve a Hugging Face folder with OpenAI's interface (POST /v1/chat/completions, images as data "
         "URLs) until Ctrl-C. There is no authentication: anyone who can reach the address can ask.",

@@ -12,7 +12,7 @@ from llava_mcore.config.load import run_config_yaml
 def parser() -> argparse.ArgumentParser:
     """Flags of a run."""
     description = "Print the configuration that results from flags, overrides and a file."
-    return make_parser("python -m llava_mcore show-config", description, dry_run=False)
+    return make_parser("python -m llava_mcore show-config", description, dry_run=False, lists_flags=False)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _device
 
+from llava_mcore.compat.gloo import use_one_thread
 from llava_mcore.compat.required import replace_name, required
 
 _CPU = torch.device("cpu")
@@ -75,6 +76,7 @@ def install() -> None:
     # megatron-core uses their optimizers and norms whenever it can import them, as in a container on a login node.
     for package in _OPTIMIZERS:
         sys.modules[package] = None  # type: ignore[assignment]
+    use_one_thread()
     _patch_torch()
     _patch_distributed_optimizer()
 

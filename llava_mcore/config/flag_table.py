@@ -14,7 +14,7 @@ _HEAD = """\
 Generated from the code (`python -m llava_mcore.config.flag_table`). A value comes from a flag, else from
 `key.sub=value` on the command line, else from the file of `--config`, else it is the default. Besides the flags
 below there are `--config FILE`, `--dry-run` (print configuration and command, start nothing), `--submit`
-([SLURM](operations.md#several-machines-and-slurm), [others](clusters.md)) and `--help`.
+([SLURM, Kubernetes, Vertex AI](clusters.md)) and `--help`.
 """
 
 

@@ -66,6 +66,9 @@ TRAINER_NAMES = {
 }
 """Flags of other trainers, torchrun and SLURM -> what to write instead. Underscores count as dashes."""
 
+_ORDER_OF_SOURCES = "Each value is taken from a flag, else from key.sub=value, else from the file, else its default."
+_FLAGS_OF_TRAIN = "All flags of a run are taken too: python -m llava_mcore train --help lists them."
+
 
 @dataclass(frozen=True)
 class KeyFlag(Flag):
@@ -196,14 +199,16 @@ def _take_overrides(typed: dict[str, Any]) -> list[str]:
     return overrides
 
 
-def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.ArgumentParser:
-    """Return the parser. Values stay strings: the schema converts and checks them together."""
+def make_parser(prog: str, description: str, *, dry_run: bool, lists_flags: bool = True) -> argparse.ArgumentParser:
+    """Return the parser. Values stay strings: the schema converts and checks them together.
+
+    lists_flags: whether --help explains the flags of a run; else it names the command that does."""
     parser = _Parser(
         prog=prog,
         # argparse would list all flags again, which fills the first screen.
         usage="%(prog)s [FLAG …] [key.sub=value …]",
         description=description,
-        epilog="Each value is taken from a flag, else from key.sub=value, else from the file, else its default.",
+        epilog=_ORDER_OF_SOURCES if lists_flags else f"{_FLAGS_OF_TRAIN} {_ORDER_OF_SOURCES}",
         allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="Set a configuration key: docs/flags.md.")
@@ -214,7 +219,8 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
         parser.add_argument("--submit", action="store_true", help=submit)
     parser.set_defaults(dry_run=False, submit=False)
     for name, reason in ALWAYS_ON_FLAGS.items():
-        parser.add_argument(name, action="store_true", dest=name, help=f"Always on: {reason}.")
+        said = f"Always on: {reason}." if lists_flags else argparse.SUPPRESS
+        parser.add_argument(name, action="store_true", dest=name, help=said)
     fields = dict(config_fields())
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
@@ -223,7 +229,8 @@ def make_parser(prog: str, description: str, *, dry_run: bool) -> argparse.Argum
             target: argparse._ActionsContainer = group
             if flag.value is not None:
                 target = one_of.get(flag.key) or one_of.setdefault(flag.key, group.add_mutually_exclusive_group())
-            target.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]))
+            silent = {} if lists_flags else {"help": argparse.SUPPRESS}
+            target.add_argument(*flag.names, dest=flag.key, **_argument(flag, fields[flag.key]) | silent)
     return parser
 
 
@@ -287,12 +294,7 @@ def _unknown_flag(text: str) -> str:
     instead = TRAINER_NAMES.get(name.replace("_", "-"))
     if instead is not None:
         return f"{name}: no such flag (did you mean {instead}?)"
-    known = [name for flag in ALL_FLAGS for name in flag.names] + [
-        *ALWAYS_ON_FLAGS,
-        "--config",
-        "--dry-run",
-        "--submit",
-        "--help",
-    ]
+    known = [name for flag in ALL_FLAGS for name in flag.names]
+    known += [*ALWAYS_ON_FLAGS, "--config", "--dry-run", "--submit", "--help"]
     close = difflib.get_close_matches(name, known, n=1)
     return f"{name}: no such flag" + (f" (did you mean {close[0]}?)" if close else "; --help lists the flags")

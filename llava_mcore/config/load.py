@@ -38,6 +38,8 @@ _NONE_IS_A_CHOICE = {key for key, field in config_fields() if "none" in get_args
 """Keys of which "none" is one of the choices."""
 REMOVED_KEYS = {"training.fp8_maximum_over": "all"}
 """Keys of earlier versions, each with the value under which a run is as it is now: runs saved with it still load."""
+RENAMED_KEYS = {"data.max_picture_pixels": "data.max_image_pixels"}
+"""Keys of earlier versions -> what they are called now. Files with the old name are read; who types it is told."""
 SECTIONS = {key.split(".")[0] for key, _ in config_fields() if "." in key}
 
 
@@ -96,7 +98,7 @@ def _settings(config_file: Path, typed: Collection[str]) -> tuple[list[tuple[str
         return [
             (dotted, value, f"{trainer_key} in {config_file}") for dotted, value, trainer_key in translated
         ], refused
-    return [(dotted, value, f"in {config_file}") for dotted, value in _flatten(content)], []
+    return [(dotted, value, f"in {config_file}") for dotted, value in _renamed(content)], []
 
 
 def as_run_config(config: RunConfig | Mapping[str, Any] | Path | str) -> RunConfig:
@@ -109,7 +111,7 @@ def as_run_config(config: RunConfig | Mapping[str, Any] | Path | str) -> RunConf
         return config
     if isinstance(config, Path | str):
         return load_run_config(Path(config))
-    values = dict(_flatten(config))
+    values = dict(_renamed(config))
     return load_run_config(flags=values, flag_names=dict.fromkeys(values, "the mapping"))
 
 
@@ -151,6 +153,8 @@ def suggest_key(dotted: str) -> str:
     """Return ' (did you mean X?)' for a key that does not exist, or ''."""
     if len(dotted) > _LONGEST:
         return ""
+    if dotted in RENAMED_KEYS:
+        return f" (did you mean {RENAMED_KEYS[dotted]}?)"
     known = [key for key, _ in config_fields()]
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}
     close = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
@@ -179,6 +183,11 @@ def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
             yield from _flatten(value, f"{dotted}.")
         elif value not in (None, {}) or dotted not in SECTIONS:
             yield dotted, value
+
+
+def _renamed(content: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """Return (today's dotted key, value) of nested mappings, which an earlier version may have written."""
+    return [(RENAMED_KEYS.get(dotted, dotted), value) for dotted, value in _flatten(content)]
 
 
 def _parse(dotted: str, text: str) -> object:

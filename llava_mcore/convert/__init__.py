@@ -10,8 +10,8 @@
    (`TensorChunk`), and where its Hugging Face tensors are in files (`TensorAt`).
 4. `written_beside` (files/atomic.py) checks the room on the disk, locks the target and makes an empty folder beside it.
 5. `save_streamed` (io/streamed_save.py) lets megatron-core plan the checkpoint from tensors without data. `write_file`
-   (io/import_jobs.py) writes one file in a worker thread: it maps the tensors of an entry, applies its transform
-   if that does more than join rows, hashes, and writes.
+   writes one file in a worker thread: it maps the tensors of an entry, applies its transform if that does more than
+   join rows, hashes, and writes.
 6. `_write_companions`, `write_manifest` and `write_checksums` add config, tokenizer, processor, unused tensors, the
    SHA-256 of every tensor and the checksum of every file.
 7. With `verify`, `CheckpointWeights.digests` reads everything back as an export does. `write_tracker` points to the

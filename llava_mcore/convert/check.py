@@ -9,7 +9,6 @@ import torch
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import recorded
-from llava_mcore.checkpoint.identity import read_manifest
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import tower_divides
 from llava_mcore.convert.import_hf import model_and_table, open_folder
@@ -59,7 +58,7 @@ def check_checkpoint(hf_dir: Path, megatron_dir: Path, *, tp: int) -> str:
             "the whole model with export-hf --merge"
         )
     side = HfSide.of_checkpoint(checkpoint, hf_dir)
-    infos, manifest = side.infos, read_manifest(side.files)
+    infos, manifest = side.infos, layout.read_manifest(side.files)
     cast = None if manifest is None or manifest.dtype is None else getattr(torch, manifest.dtype)
     folder = HfFolder.open(hf_dir)
     # Names first, then values, one tensor at a time.
@@ -94,7 +93,7 @@ def check_manifest(megatron_dir: Path, *, tp: int, workers: int) -> str:
     if holds_adapters(checkpoint):
         return f"{summary}\n{megatron_dir}: iteration {iteration} holds an adapter on {read_base(checkpoint).folder}"
     side = HfSide.carried(checkpoint)
-    manifest = read_manifest(side.files)
+    manifest = layout.read_manifest(side.files)
     if (manifest is None or iteration) and recorded(checkpoint) is not None:
         return summary
     if manifest is None or iteration:

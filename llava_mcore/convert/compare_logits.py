@@ -31,6 +31,7 @@ from llava_mcore.data.processors.audio_files import audio_length, decode_audio, 
 from llava_mcore.data.processors.images import decode_image
 from llava_mcore.errors import ConversionError, DataError, problems, with_article
 from llava_mcore.files.hf_folder import HfFolder
+from llava_mcore.files.sizes import size_text
 from llava_mcore.files.torch_files import why_not_loaded
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.media.clip_plan import AudioPlan, frames_kept
@@ -157,8 +158,8 @@ def require_memory(num_numbers: int, *, num_processes: int) -> None:
     available = psutil.virtual_memory().available
     if available < needed:
         raise ConversionError(
-            f"comparing logits needs about {needed / 1e9:.1f} GB of memory (the model in fp32 and {num_processes} "
-            f"processes), {available / 1e9:.1f} GB are available: omit --logits, or run it on a larger machine"
+            f"comparing logits needs about {size_text(needed)} of memory (the model in fp32 and {num_processes} "
+            f"processes), {size_text(available)} are available: omit --logits, or run it on a larger machine"
         )
 
 

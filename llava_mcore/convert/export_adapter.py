@@ -13,7 +13,6 @@ from llava_mcore.adapters.peft_config import CONFIG, write_config
 from llava_mcore.adapters.peft_tensors import WEIGHTS
 from llava_mcore.adapters.vllm_rules import vllm_problems, with_one_scale
 from llava_mcore.checkpoint import layout
-from llava_mcore.checkpoint.identity import read_manifest
 from llava_mcore.convert.adapters import CheckpointAdapters
 from llava_mcore.convert.companions import text_companions
 from llava_mcore.convert.jobs import compare_digests
@@ -103,7 +102,7 @@ def _imported(base: Base, checkpoint: Path) -> str:
     Raises:
         ConversionError: they belong to weights that were trained after the import, or no folder is known.
     """
-    manifest = read_manifest(layout.hf_folder(checkpoint))
+    manifest = layout.read_manifest(layout.hf_folder(checkpoint))
     if not base.is_import:
         raise ConversionError(
             f"{checkpoint}: the adapter was trained on {base.folder}, not on an imported folder: write that checkpoint "

@@ -13,7 +13,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from llava_mcore.adapters.adapter_record import holds_adapters
 from llava_mcore.checkpoint import layout
-from llava_mcore.checkpoint.identity import read_manifest
 from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.convert.adapters import CheckpointAdapters
@@ -244,6 +243,6 @@ def _verify(target: Path, expected: dict[str, str], *, workers: int) -> None:
 
 def _compare_with_import(companions: Path, digests: dict[str, str]) -> None:
     """Check that an untrained checkpoint exports the imported tensors, whichever version imported it."""
-    manifest = read_manifest(companions)
+    manifest = layout.read_manifest(companions)
     if manifest is not None:
         compare_digests(digests, manifest.digests, title="the export differs from what was imported")

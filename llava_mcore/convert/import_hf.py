@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,11 @@ from transformers import PretrainedConfig
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.checksums import write_checksums
-from llava_mcore.checkpoint.identity import make_manifest, write_manifest
 from llava_mcore.config.rules.all_rules import check_layout
 from llava_mcore.config.rules.experts import check_expert_layout
-from llava_mcore.convert.io.import_jobs import write_file
 from llava_mcore.convert.io.parameters import check_shard_rules, meta_model, parameter_shapes, planned_weights
 from llava_mcore.convert.io.streamed_save import Streamed, save_streamed
-from llava_mcore.convert.jobs import compare_digests, run_with_progress
+from llava_mcore.convert.jobs import compare_digests
 from llava_mcore.convert.megatron_weights import CheckpointWeights, HfSide
 from llava_mcore.errors import ConfigError, ConversionError, problems
 from llava_mcore.files.atomic import require_absent, written_beside
@@ -91,8 +88,7 @@ def import_hf(
             checkpoint = layout.iteration_folder(partial, 0)
             checkpoint.mkdir()
             # 5. The bytes: threads transform, hash and write one file after the other.
-            write = functools.partial(run_with_progress, "import", write_file, workers=workers)
-            streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, write)
+            streamed = save_streamed({"iteration": 0, "model": state}, entries, checkpoint, workers=workers)
             # 6. Companions of the weights: config, tokenizer, unused tensors, the manifest, checksums.
             digests = _write_beside(streamed, hf, folder, table, checkpoint, tp=tp, pp=pp, dtype=name)
             # 7. The comparison, if it was asked for; then the checkpoint is complete.
@@ -195,8 +191,8 @@ def _write_beside(
     """Write everything but the weights, and return the SHA-256 of every tensor of the folder."""
     digests = streamed.digests | {copy: streamed.digests[x] for copy, x in table.copies.items()}
     digests |= _write_companions(hf, folder, table, checkpoint, tp=tp, pp=pp)
-    manifest = make_manifest(folder.path, table, digests, dtype=dtype, tp=tp, pp=pp)
-    write_manifest(layout.hf_folder(checkpoint), manifest)
+    manifest = layout.make_manifest(folder.path, table, digests, dtype=dtype, tp=tp, pp=pp)
+    layout.write_manifest(layout.hf_folder(checkpoint), manifest)
     write_checksums(checkpoint, streamed.checksums)
     return digests
 

@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 
 from llava_mcore.adapters.adapter_record import holds_adapters, read_base
 from llava_mcore.checkpoint import layout
-from llava_mcore.checkpoint.identity import read_manifest
 from llava_mcore.checkpoint.torch_dist_metadata import StoredTensors
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
@@ -187,7 +186,7 @@ def _carried(companions: Path) -> list[InventoryRow]:
 def _origin(checkpoint: Path, run: RunConfig | None) -> list[str]:
     """Return lines about what wrote the checkpoint, and with which layout."""
     facts = []
-    manifest = read_manifest(layout.hf_folder(checkpoint))
+    manifest = layout.read_manifest(layout.hf_folder(checkpoint))
     if run is not None:
         sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
         kind = "with optimizer state" if run.checkpoint.save_optim else "weights only"

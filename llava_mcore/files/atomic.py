@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llava_mcore.errors import ConversionError
 from llava_mcore.files.folder_lock import FolderLock
+from llava_mcore.files.sizes import size_text
 
 
 def sync(path: Path) -> None:
@@ -111,7 +112,7 @@ def _published(partial: Path, target: Path, num_bytes: int, activity: str) -> It
         publish(partial, target)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = f"; it needs {num_bytes / 1e9:.2f} GB, free some or choose another folder" if full else ""
+        hint = f"; it needs {size_text(num_bytes)}, free some or choose another folder" if full else ""
         raise ConversionError(f"{activity} to {target} failed, and its files were removed: {error}{hint}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -126,7 +127,7 @@ def require_room(target: Path, num_bytes: int, *, activity: str) -> None:
     existing = next(p for p in (target.absolute(), *target.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
-        needed = f"{num_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free"
+        needed = f"{size_text(num_bytes)}, but {size_text(free)} are free"
         raise ConversionError(f"{target}: {activity} needs {needed} there; free some or choose another folder")
 
 

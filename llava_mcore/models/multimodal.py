@@ -37,13 +37,14 @@ from llava_mcore.media.batch_fields import (
 )
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.configs import ModelOptions, part_configs
-from llava_mcore.models.image_tokens import insert_features, scatter_each
 from llava_mcore.models.language.cross_attention import image_context
 from llava_mcore.models.language.decoder import (
     LanguageModel,
+    insert_features,
     padded_vocab_size,
     require_deepstack_layers,
     require_within,
+    scatter_each,
 )
 from llava_mcore.models.language.families.registry import embedding_rows, language_family, limiting_window
 from llava_mcore.models.language.router import token_weights

@@ -16,6 +16,8 @@ from llava_mcore.plan.sizes.model import Model
 from llava_mcore.plan.work import NUM_SAMPLES, Sample, like_llava, spoken
 
 MANIFEST = "manifest.json"
+EARLIER_NAMES = {"pictures": "images", "sounds": "audios", "sound_seconds": "audio_seconds"}
+"""Names in a manifest that version 0.1.0 wrote -> those of today."""
 BINS_PER_OCTAVE = 8
 """Bins of the manifest's histograms (`prepare.counts`)."""
 ASPECT = 4 / 3
@@ -66,8 +68,9 @@ def _from_totals(model: Model, totals: Mapping[str, Any], path: Path) -> Materia
     draw = random.Random(0)
     lengths = _quantiles(totals["tokens"], draw) or [200.0 + 577 * (i % 10 > 0) for i in range(NUM_SAMPLES)]
     sides = _quantiles(totals["sides"], draw) or [640.0] * NUM_SAMPLES
-    per_sample = int(totals["pictures"] + totals.get("frames", 0)) / conversations
-    seconds = int(totals["sound_seconds"]) / max(1, int(totals["sounds"])) if totals.get("sounds") else None
+    totals = {EARLIER_NAMES.get(name, name): value for name, value in totals.items()}
+    per_sample = int(totals["images"] + totals.get("frames", 0)) / conversations
+    seconds = int(totals["audio_seconds"]) / max(1, int(totals["audios"])) if totals.get("audios") else None
     next_side = itertools.cycle(sides)
     samples, due = [], 0.0
     for length in lengths:

@@ -11,7 +11,7 @@ from typing import Literal
 from llava_mcore.config.rules.adapter import trains_projection, trains_tower
 from llava_mcore.config.rules.all_rules import loader_multiple, pad_multiple
 from llava_mcore.config.schema import ParallelConfig, RunConfig
-from llava_mcore.config.sections.adapter import AdapterConfig
+from llava_mcore.config.sections.adapter import RANK_KEYS, AdapterConfig
 
 Recompute = Literal["none", "selective", "full"]
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -205,8 +205,8 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
 
 
 def _adapter_of(adapter: AdapterConfig) -> Adapter:
-    ranks = adapter.r or 0, adapter.vision_r or 0, adapter.projection_r or 0
-    return Adapter(*ranks, adapter.targets, adapter.quantize, adapter.expert_r or 0)
+    language, vision, projection, experts = (adapter.ranks.get(part, 0) for part in RANK_KEYS)
+    return Adapter(language, vision, projection, adapter.targets, adapter.quantize, experts)
 
 
 def _state(run: RunConfig) -> tuple[float, float]:

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from llava_mcore.prepare.row_types import CheckedConversation, Skipped
 
-JSON_NAMES = {"images": "pictures", "audios": "sounds", "audio_seconds": "sound_seconds"}
-"""Names in files, where they differ from those of the fields."""
+EARLIER_NAMES = {"pictures": "images", "sounds": "audios", "sound_seconds": "audio_seconds"}
+"""Names in files that version 0.1.0 wrote -> those of the fields."""
 COUNTERS = ("reasons", "typed", "roles", "unused", "notes", "miscounted")
 """Fields of `PrepareCounts` that count by name."""
 BINS_PER_OCTAVE = 8
@@ -137,7 +137,7 @@ class PrepareCounts:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain containers."""
-        fields = {JSON_NAMES.get(name, name): value for name, value in vars(self).items() if isinstance(value, int)}
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return fields | {
             "tokens": self.tokens.to_json(),
             "sides": self.sides.to_json(),
@@ -149,8 +149,7 @@ class PrepareCounts:
         """The inverse of to_json."""
         histograms = {name: Histogram.from_json(data[name]) for name in ("tokens", "sides")}
         counters = {name: Counter(data.get(name, {})) for name in COUNTERS}
-        renamed = {written: name for name, written in JSON_NAMES.items()}
-        fields = {renamed.get(name, name): value for name, value in data.items()}
+        fields = {EARLIER_NAMES.get(name, name): value for name, value in data.items()}
         return cls(**{**fields, **histograms, **counters})
 
 

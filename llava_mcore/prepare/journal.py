@@ -132,9 +132,14 @@ def write_whole(path: Path, text: str) -> None:
     move(temporary, path)
 
 
+RENAMED_OPTIONS = {"--max-picture-pixels": "--max-image-pixels"}
+"""Options of version 0.1.0 -> their names today: a dataset that it began can be continued."""
+
+
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the differences between two requests, for messages."""
-    options = {name: (old["options"].get(name), new["options"].get(name)) for name in old["options"] | new["options"]}
+    earlier = {RENAMED_OPTIONS.get(name, name): value for name, value in old["options"].items()}
+    options = {name: (earlier.get(name), new["options"].get(name)) for name in earlier | new["options"]}
     mismatches = [f"{name}: started with {was}, now {now}" for name, (was, now) in options.items() if was != now]
     before, after = ({(s["file"], s["hash"]): s for s in request["sources"]} for request in (old, new))
     names = {name for name, _ in before} & {name for name, _ in after}

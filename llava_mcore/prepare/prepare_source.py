@@ -16,6 +16,7 @@ from llava_mcore.data.encode.tokens import origin_of
 from llava_mcore.data.storage.dataset_path import MANIFEST
 from llava_mcore.errors import DataError
 from llava_mcore.files.atomic import move, sync
+from llava_mcore.files.sizes import size_text
 from llava_mcore.prepare.counts import PrepareCounts, ShardReport, add_up
 from llava_mcore.prepare.journal import META, SCRATCH, Journal, write_whole
 from llava_mcore.prepare.output.finish import split_shards, write_meta
@@ -57,6 +58,8 @@ class Result:
     finished: bool
     """False: too many rows were skipped, so there are shards but no .nv-meta."""
     special_tokens_in_text: Handling = "text"
+    mark_advice: Mapping[str, str] = field(default_factory=dict)
+    """`ChatFormat.mark_advice`"""
     timed: bool = True
     """Whether a video's tokens or positions depend on its fps, or it is not known which model will be trained."""
     own_text_warning: str | None = None
@@ -140,7 +143,7 @@ def _with_rows_by_number(
     if needed > free:
         raise DataError(
             f"{scratch}: to shuffle Parquet files, their rows are copied here meanwhile, which takes about "
-            f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Free some, choose another --out, or give "
+            f"{size_text(needed)}; {size_text(free)} are free. Free some, choose another --out, or give "
             "--keep-order, which needs no copy"
         )
     copied = list(files)
@@ -190,10 +193,11 @@ def _finish(
     rows_made = sum(report.counts.rows for report in reports if report.shard in written)
     seconds = time.perf_counter() - start
     handling = "text" if options.counting is None else options.counting.special_tokens_in_text
+    advice = {} if assets is None else assets.chat.mark_advice
     timed = assets is None or assets.plan.timed
     warning = None if assets is None else assets.chat.own_text_warning
     parts = _parts(reports, options.val_ratio) if finished else {}
-    about = (handling, timed, warning, plan.notes, parts)
+    about = (handling, advice, timed, warning, plan.notes, parts)
     return Result(folder, counts, num_shards, len(written), rows_made, seconds, first, finished, *about)
 
 

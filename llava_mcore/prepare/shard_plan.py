@@ -263,7 +263,7 @@ def describe(how: Opening, options: Options) -> dict[str, Any]:
         "--check-images": options.check_images,
         "--max-sample-bytes": options.limits.sample_bytes,
         "--max-text-chars": options.limits.text_chars,
-        "--max-picture-pixels": options.limits.picture_pixels,
+        "--max-image-pixels": options.limits.image_pixels,
         "--max-frames": options.limits.frames,
         "--video-fps": options.sampling.fps,
         "--video-max-frames": options.sampling.max_frames,

@@ -45,6 +45,8 @@ def show(console: Console, results: Sequence[Result]) -> None:
             why = "(--special-tokens-in-text)"
             if token in TYPES:  # a mark, or it would not be in the text
                 reading, why = "read as text:", LITERAL_REASON
+            elif token in result.mark_advice:
+                why = f"{why}; {result.mark_advice[token]}"
             console.print(
                 f"{result.folder.name}: {counted(count, 'sample')} with {token} in the text; it is {reading} {why}",
                 markup=False,

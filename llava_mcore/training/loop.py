@@ -22,7 +22,7 @@ from llava_mcore.training.fetch import Fetched
 from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.reporter import Reporter, StartTimes
 from llava_mcore.training.memory_snapshot import MemoryRecorder
-from llava_mcore.training.optimization.schedule import learning_rates
+from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.saving.pending import steps_before_allocation
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress

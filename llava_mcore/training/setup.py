@@ -41,8 +41,7 @@ from llava_mcore.training.loss_terms import loss_terms
 from llava_mcore.training.model_options import model_options
 from llava_mcore.training.optimization.data_parallel import DataParallelModel, TowerGradients, data_parallel
 from llava_mcore.training.optimization.muon_matrices import find_matrices
-from llava_mcore.training.optimization.optimizer import build_optimizer
-from llava_mcore.training.optimization.schedule import build_scheduler
+from llava_mcore.training.optimization.optimizer import build_optimizer, build_scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "exam").mkdir()
     for number in (1, 2):
         (folder / "exam" / f"{number}.jpg").write_bytes(jpeg(number))
-    lines = [{"picture": f"{number}.jpg", "question": f"Which digit is number {number}?"} for number in (1, 2)]
+    lines = [{"image": f"{number}.jpg", "question": f"Which digit is number {number}?"} for number in (1, 2)]
     (folder / "exam" / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "text.jpg").write_text("just a text file")
     return folder
@@ -119,8 +119,8 @@ def test_every_wrong_example_is_listed(folder: Path, tmp_path: Path) -> None:
     check_examples(folder / "exam")
     with pytest.raises(DataError, match="does not exist"):
         check_examples(tmp_path)
-    lines = ["{", "[]", '{"picture": "x.jpg"}', '{"picture": "x.jpg", "question": "?"}',
-             '{"picture": "../a.jpg", "question": "?"}']  # fmt: skip
+    lines = ["{", "[]", '{"image": "x.jpg"}', '{"image": "x.jpg", "question": "?"}',
+             '{"image": "../a.jpg", "question": "?"}']  # fmt: skip
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError) as found:
         check_examples(tmp_path)

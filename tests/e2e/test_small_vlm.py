@@ -41,4 +41,4 @@ def test_all_stages_in_short(tmp_path: Path) -> None:
     for name in ("loss.png", "predictions.png", "exports/stage2/model.safetensors"):
         assert (out / name).stat().st_size > 1000
     example = json.loads((out / "exam" / "questions.jsonl").read_text().splitlines()[0])
-    assert (out / "exam" / example["picture"]).is_file() and "<image>" not in example["question"]
+    assert (out / "exam" / example["image"]).is_file() and "<image>" not in example["question"]

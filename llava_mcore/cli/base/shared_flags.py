@@ -28,7 +28,7 @@ SPLITS = ("train", "val", "test")
 MEANINGS = {
     "sample_bytes": "bytes of a sample, its json, images, frames and audio clips together",
     "text_chars": "characters of a conversation",
-    "picture_pixels": "width times height of an image or frame",
+    "image_pixels": "width times height of an image or frame",
     "frames": "frames of all videos of a conversation together",
 }
 
@@ -178,8 +178,8 @@ def limits_of(args: argparse.Namespace) -> Limits:
     """Return the limits from the flags. Raises ConfigError for an invalid one."""
     limits = Limits(**{field.name: vars(args)[f"max_{field.name}"] for field in fields(Limits)})
     wrong = [f"{_flag(f.name)} must be at least 1" for f in fields(Limits) if vars(args)[f"max_{f.name}"] < 1]
-    if limits.picture_pixels > LIMITS.picture_pixels:
-        wrong.append(f"{_flag('picture_pixels')} must be at most {LIMITS.picture_pixels}: Pillow decodes no more")
+    if limits.image_pixels > LIMITS.image_pixels:
+        wrong.append(f"{_flag('image_pixels')} must be at most {LIMITS.image_pixels}: Pillow decodes no more")
     if wrong:
         raise ConfigError("; ".join(wrong))
     return limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.config.sections.adapter import is_adapter_name
+from llava_mcore.config.sections.adapter import RANK_KEYS, is_adapter_name
 
 _INSTEAD = "with an adapter the model is frozen: omit it, or name what to train in full with --lora-modules-to-save"
 
@@ -15,9 +15,9 @@ def check_adapter(run: RunConfig) -> Iterator[str]:
     adapter, model = run.adapter, run.model
     if not adapter.is_on:
         return
-    if adapter.load is not None and any((adapter.r, adapter.vision_r, adapter.projection_r, adapter.expert_r)):
-        keys = "--lora-r, adapter.vision_r, adapter.projection_r and adapter.expert_r"
-        yield f"adapter.load takes the rank from its folder: omit {keys}"
+    if adapter.load is not None and adapter.ranks:
+        *keys, last = RANK_KEYS.values()
+        yield f"adapter.load takes the rank from its folder: omit {', '.join(keys)} and {last}"
     for folder in (adapter.load, *adapter.frozen):
         if folder is not None and not (folder / "adapter_config.json").is_file():
             yield f"{folder}: no adapter_config.json; expected a folder written by PEFT or export-hf"

@@ -26,7 +26,14 @@ def _adapter_name(value: str) -> str:
     return value
 
 
-_RANKS = ("adapter.r", "adapter.vision_r", "adapter.projection_r", "adapter.expert_r")
+RANK_KEYS = {
+    "language_model": "--lora-r",
+    "vision_model": "adapter.vision_r",
+    "vision_projection": "adapter.projection_r",
+    "experts": "adapter.expert_r",
+}
+"""Settings that give the layers of a part a rank."""
+_RANKS = ("adapter.r", *list(RANK_KEYS.values())[1:])
 _LORA = Needs(*_RANKS)
 _ADAPTER = Needs(*_RANKS, "adapter.load")
 
@@ -84,4 +91,10 @@ class AdapterConfig(Section):
     @property
     def is_on(self) -> bool:
         """Whether an adapter is trained."""
-        return any((self.r, self.vision_r, self.projection_r, self.expert_r, self.load))
+        return bool(self.ranks or self.load)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """LoRA's ranks by the parts of `RANK_KEYS`, without the parts that get no adapter."""
+        ranks = self.r, self.vision_r, self.projection_r, self.expert_r
+        return {part: rank for part, rank in zip(RANK_KEYS, ranks, strict=True) if rank is not None}

@@ -36,7 +36,7 @@ class Limits:
     """Bytes of its json, images, frames and audio clips together, and of each of them."""
     text_chars: int = 1_000_000
     """Characters of all turns of a conversation."""
-    picture_pixels: int = 178_956_970
+    image_pixels: int = 178_956_970
     """Width times height of an image or frame before it is resized; Pillow refuses more."""
     frames: int = 4096
     """Frames of all videos of a conversation together."""
@@ -131,7 +131,7 @@ class DataConfig(Section):
     """Bytes of a sample, its json, images, frames and audio clips together; a larger one is skipped."""
     max_text_chars: int = Field(LIMITS.text_chars, ge=1, le=1 << 40)
     """Characters of a conversation; a longer one is skipped before it is tokenized."""
-    max_picture_pixels: int = Field(LIMITS.picture_pixels, ge=1, le=LIMITS.picture_pixels)
+    max_image_pixels: int = Field(LIMITS.image_pixels, ge=1, le=LIMITS.image_pixels)
     """Width times height of an image or frame; a sample with a larger one is skipped. Default: Pillow's own limit."""
     max_frames: int = Field(LIMITS.frames, ge=1, le=1 << 30)
     """Frames of all videos of a conversation together; a sample with more is skipped before they are decoded."""
@@ -149,4 +149,4 @@ class DataConfig(Section):
     @property
     def limits(self) -> Limits:
         """The limits of a sample."""
-        return Limits(self.max_sample_bytes, self.max_text_chars, self.max_picture_pixels, self.max_frames)
+        return Limits(self.max_sample_bytes, self.max_text_chars, self.max_image_pixels, self.max_frames)

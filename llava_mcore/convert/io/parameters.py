@@ -17,13 +17,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from llava_mcore.convert.io.import_jobs import EntryWrite, TensorChunk
 from llava_mcore.errors import ConversionError, problems
 from llava_mcore.files.tensor_bytes import TensorAt
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.weights.slices import Shape, TensorSlice
-from llava_mcore.weights.table import MappingTable, Shard
+from llava_mcore.weights.table import Entry, MappingTable, Shard
 
 SharedState = dict[str, Any]
 
@@ -81,6 +80,40 @@ class StoredSlice:
 def stored_slices(model_state: SharedState, shapes: Mapping[str, Shape]) -> dict[str, tuple[StoredSlice, ...]]:
     """Return where megatron-core stores each parameter of the given shapes."""
     return {name: _stored_slices(_with_data(model_state[name], _meta(shape))) for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True)
+class TensorChunk:
+    """One chunk of the stored tensor `key`: at `offset`, of `shape`; `tensor_slice`: of the parameter."""
+
+    key: str
+    offset: Shape
+    shape: Shape
+    tensor_slice: TensorSlice
+
+
+@dataclass(frozen=True)
+class EntryWrite:
+    """One parameter: its Hugging Face tensors, its dtype and full shape, and the pieces to store."""
+
+    entry: Entry
+    sources: tuple[TensorAt, ...]
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[TensorChunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return TensorSlice.full(self.shape).numel * self.dtype.itemsize
+
+    @property
+    def located(self) -> dict[str, TensorAt]:
+        """Each Hugging Face tensor and where it is."""
+        return dict(zip(self.entry.hf_names, self.sources, strict=True))
+
+    @property
+    def is_cast(self) -> bool:
+        return any(at.dtype != self.dtype for at in self.sources)
 
 
 def planned_weights(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_mcore.config.sections.data import Handling
 from llava_mcore.data.encode.chat_text import ChatText, Tools
-from llava_mcore.data.encode.marks import TYPES, as_text, check_marks, count_marks, escape, unescape
+from llava_mcore.data.encode.marks import MARK_ADVICE, TYPES, as_text, check_marks, count_marks, escape, unescape
 from llava_mcore.data.encode.special_tokens import TypedTokens
 from llava_mcore.data.encode.tokens import Span, TextTokens, tokens_in_span
 from llava_mcore.data.samples import AUDIO_MARK, IMAGE_MARK, VIDEO_MARK, Turn
@@ -66,6 +66,8 @@ class ChatFormat(ChatText):
             mark: int(tokenizer.convert_tokens_to_ids(token)) for mark, token in self._media_tokens.items()
         }
         """Ids of the placeholders by mark."""
+        self.mark_advice = {token: MARK_ADVICE[m] for m, token in self._media_tokens.items() if token != m}
+        """What to write instead of a placeholder that is not a mark, such as `<|image_pad|>`, by its name."""
         self.literal_marks = tuple(mark for mark in TYPES if mark not in self._media_tokens)
         """Marks of media that the class does not take: they are text, such as `<video>` in a text about HTML."""
         self._around_media = around_media

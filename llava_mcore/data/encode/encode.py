@@ -83,7 +83,7 @@ def check_media(conversation: Conversation, assets: Assets) -> None:
 
 def expanded(text: TextTokens, conversation: Conversation, assets: Assets, key: str) -> TokenConversation:
     """Return a conversation's tokens with those of its media. DataError for media that cannot be read."""
-    plan, most_pixels = assets.plan, assets.limits.picture_pixels
+    plan, most_pixels = assets.plan, assets.limits.image_pixels
     images = zip(conversation.images, media_tokens(conversation.images, plan, most_pixels), strict=True)
     videos = zip(conversation.videos, video_tokens(conversation.videos, plan, most_pixels), strict=True)
     audios = zip(conversation.audios, audio_tokens(conversation.audios, plan), strict=True)

@@ -16,8 +16,11 @@ TYPES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "audio"}
 """Types of content parts, as Hugging Face's chat templates call them."""
 NAMES = {IMAGE_MARK: "image", VIDEO_MARK: "video", AUDIO_MARK: "audio clip"}
 """For messages."""
+_ARTICLES = {IMAGE_MARK: "an image", VIDEO_MARK: "a video", AUDIO_MARK: "an audio clip"}
 LITERAL_REASON = "the model takes no such media"
 """For messages: why a mark is text."""
+MARK_ADVICE = {mark: f"where {article} belongs, write {mark}" for mark, article in _ARTICLES.items()}
+"""For messages about a text that has the model's placeholder in place of the mark."""
 MARK_WITH_NEWLINES = re.compile(rf"(\n?(?:{'|'.join(map(re.escape, TYPES))})\n?)")
 """Splits a text into marks and what is between them."""
 

@@ -115,7 +115,7 @@ def video_tokens(videos: Sequence[Video], plan: MediaPlan, most_pixels: int) -> 
     return plan.video_tokens([video_shape(video, index, most_pixels) for index, video in enumerate(videos)])
 
 
-def video_shape(video: Video, video_index: int = 0, most_pixels: int = LIMITS.picture_pixels) -> VideoShape:
+def video_shape(video: Video, video_index: int = 0, most_pixels: int = LIMITS.image_pixels) -> VideoShape:
     """Return the shape that determines a video's tokens. DataError like `video_tokens`; `video_index`: for
     messages."""
     first: Size | None = None

@@ -19,7 +19,7 @@ from llava_mcore.media.media import DEFAULT_FPS
 
 MEMORY_ADVICE = (
     "if memory ran out, lower data.num_workers, data.max_waiting_bytes or data.packing_buffer_size, or let large "
-    "images be skipped (data.max_picture_pixels)"
+    "images be skipped (data.max_image_pixels)"
 )
 DATA_ERRORS = (OSError, ValueError, KeyError, RecursionError, tarfile.TarError)
 """Errors that energon and its libraries raise for bad data. Anything else is a bug."""
@@ -96,6 +96,7 @@ class SampleWarnings:
         self._path = path
         self._handling = assets.chat.special_tokens_in_text
         self._literal = assets.chat.literal_marks
+        self._advice = assets.chat.mark_advice
         self._told: set[str] = set()
         self._needs_fps = assets.plan.timed
 
@@ -114,7 +115,8 @@ class SampleWarnings:
                 reading = "read as plain text" if self._handling == "text" else "read as the token"
                 logger.warning(
                     "%s: the text of sample %s contains the special token %s; it is always %s "
-                    "(data.special_tokens_in_text)", self._path, key, token, reading
+                    "(data.special_tokens_in_text)%s", self._path, key, token, reading,
+                    f"; {self._advice[token]}" if token in self._advice else "",
                 )  # fmt: skip
         if batch.without_fps is not None and self._needs_fps:
             self._needs_fps = False

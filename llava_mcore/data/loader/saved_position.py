@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from llava_mcore.config.load import RENAMED_KEYS
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.storage.dataset_path import fingerprint, nested_fingerprint
@@ -47,7 +48,7 @@ def settings_to_resume_with(
         "data.on_too_long": data.on_too_long,
         "data.max_sample_bytes": data.max_sample_bytes,
         "data.max_text_chars": data.max_text_chars,
-        "data.max_picture_pixels": data.max_picture_pixels,
+        "data.max_image_pixels": data.max_image_pixels,
         "data.max_frames": data.max_frames,
         MICRO_BATCH: micro_batch_size,
         "training.seed": seed,
@@ -132,5 +133,4 @@ def settings_of(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
         )
     if version != FORMAT:
         raise DataError(f"this is not a position in the data that this version can read (expected format {FORMAT})")
-    settings: dict[str, Any] = saved[0]["settings"]
-    return settings
+    return {RENAMED_KEYS.get(name, name): value for name, value in saved[0]["settings"].items()}

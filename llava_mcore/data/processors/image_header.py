@@ -16,7 +16,7 @@ from llava_mcore.data.samples import IMAGE_PARTS
 from llava_mcore.errors import DataError
 from llava_mcore.media.media import Size
 
-# Pillow would warn about images that max_picture_pixels allows.
+# Pillow would warn about images that max_image_pixels allows.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
@@ -74,7 +74,7 @@ class ImageHeader:
     """Height and width, upright."""
 
 
-def read_header(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> ImageHeader:
+def read_header(data: bytes, most_pixels: int = LIMITS.image_pixels) -> ImageHeader:
     """Return the header of an image; only that is read, except of a PNG with an orientation after its pixels.
 
     A larger image than `most_pixels` is never decoded; its height and width may then be swapped.
@@ -92,7 +92,7 @@ def read_header(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> ImageH
         return ImageHeader(str(image.format), image.mode, size)
 
 
-def size_problem(size: Size, most_pixels: int, limit: str = "data.max_picture_pixels") -> str | None:
+def size_problem(size: Size, most_pixels: int, limit: str = "data.max_image_pixels") -> str | None:
     """Return why an image has too many pixels. `limit`: the setting to name."""
     height, width = size
     if height * width <= most_pixels:
@@ -127,7 +127,7 @@ def check_header(header: ImageHeader, most_pixels: int) -> None:
         raise ValueError(problem)
 
 
-def image_size(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> Size:
+def image_size(data: bytes, most_pixels: int = LIMITS.image_pixels) -> Size:
     """Return height and width of an image as `decode_image` returns it, from its header.
 
     Raises DataError if the bytes are not an image, or one that cannot be used.

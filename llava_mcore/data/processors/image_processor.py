@@ -73,7 +73,7 @@ class ImagePreprocessor:
         processor: BaseImageProcessor,
         pixel_shape: tuple[int, ...],
         plan: MediaPlan,
-        most_pixels: int = LIMITS.picture_pixels,
+        most_pixels: int = LIMITS.image_pixels,
         videos: BaseVideoProcessor | None = None,
     ) -> None:
         """Check the processors on a wide image; DataError if the result does not fit the vision tower.

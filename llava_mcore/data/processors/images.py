@@ -46,7 +46,7 @@ def on_white(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb: ToRgb = on_white) -> Image.Image:
+def decode_image(data: bytes, most_pixels: int = LIMITS.image_pixels, to_rgb: ToRgb = on_white) -> Image.Image:
     """Decode one image to RGB, rotated by its EXIF or XMP, as transformers loads an image.
 
     Raises DataError if the bytes are not a complete image, or one that cannot be used (see `check_header`).
@@ -55,7 +55,7 @@ def decode_image(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb: 
         return to_rgb(_upright(_checked(data, most_pixels)))
 
 
-def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb: ToRgb = on_white) -> Tensor:
+def decode_pixels(data: bytes, most_pixels: int = LIMITS.image_pixels, to_rgb: ToRgb = on_white) -> Tensor:
     """Like `decode_image`, but return uint8 [3, h, w].
 
     Torchvision decodes common JPEGs: with the same library and bitwise the same result as Pillow, but a third faster,
@@ -75,9 +75,7 @@ def decode_pixels(data: bytes, most_pixels: int = LIMITS.picture_pixels, to_rgb:
         return F.pil_to_tensor(to_rgb(_upright(image or open_image(data))))
 
 
-def decode_frames(
-    frames: Sequence[bytes], most_pixels: int = LIMITS.picture_pixels, to_rgb: ToRgb = on_white
-) -> Tensor:
+def decode_frames(frames: Sequence[bytes], most_pixels: int = LIMITS.image_pixels, to_rgb: ToRgb = on_white) -> Tensor:
     """Return the frames of a video as uint8 [frames, 3, h, w]. DataError like `decode_image`, and for several sizes."""
     (pixels,) = frame_chunks(frames, lambda frame: decode_pixels(frame, most_pixels, to_rgb), None)
     return pixels
@@ -96,7 +94,7 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.picture_pixels) -> bool:
+def is_plain_jpeg(data: bytes, most_pixels: int = LIMITS.image_pixels) -> bool:
     """Return whether an image is a JPEG that does not need Pillow, from its segments: RGB, upright and of an allowed
     size."""
     offset, is_plain = len(START), False

@@ -143,7 +143,7 @@ def media_preprocessor(
         return None
     try:
         shape = architecture_of(config).pixel_shape(config)
-        return ImagePreprocessor(processors.images, shape, plan, limits.picture_pixels, processors.videos.processor)
+        return ImagePreprocessor(processors.images, shape, plan, limits.image_pixels, processors.videos.processor)
     except (*LOAD_ERRORS, DataError) as error:
         errors.append(f"the image processor cannot be used: {why_not_loaded(error)}")
         return None

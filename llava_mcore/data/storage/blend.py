@@ -19,7 +19,7 @@ SPLIT = "train"
 NO_VALIDATION = (
     "create one (prepare --val-ratio 0.05, or a val section in a blend), or omit --eval-interval and --eval-generate"
 )
-URL_HINT = " (in a blend, paths in object stores begin with msc://, see docs/data.md, Object stores)"
+URL_HINT = " (in a blend, paths in object stores begin with msc://, see docs/object_stores.md)"
 BLEND_ERRORS = (
     AssertionError,
     AttributeError,

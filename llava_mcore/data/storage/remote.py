@@ -29,7 +29,7 @@ CHECKED_SHARDS = 16
 """Shards of a remote dataset to check: each takes four requests."""
 PROFILE_ADVICE = (
     "describe the store in multi-storage-client's configuration file (MSC_CONFIG or ~/.msc_config.yaml), "
-    "see docs/data.md, Object stores"
+    "see docs/object_stores.md"
 )
 
 

@@ -95,7 +95,7 @@ class HfModel:
         check_media(conversation, assets)
         asked = assets.chat.prompt_tokens(conversation.turns, conversation.num_media, conversation.tools)
         tokens = expanded(asked, conversation, assets, "prompt")
-        most_pixels = assets.limits.picture_pixels
+        most_pixels = assets.limits.image_pixels
         media: dict[str, Any] = {}
         if conversation.images:
             media["images"] = [[decode_image(data, most_pixels, assets.to_rgb) for data in conversation.images]]

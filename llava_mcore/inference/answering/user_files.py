@@ -22,7 +22,7 @@ def read_image(path: Path, limits: Limits) -> bytes:
     """Return the bytes of an image that can be decoded. DataError names the file."""
     try:
         data = read_regular_file(path, limits.sample_bytes)
-        decode_image(data, limits.picture_pixels)
+        decode_image(data, limits.image_pixels)
     except DataError as error:
         text = str(error)
         raise DataError(text if str(path) in text else f"{path}: {text}") from error

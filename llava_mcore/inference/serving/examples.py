@@ -19,7 +19,7 @@ def check_examples(folder: Path) -> None:
     """
     file = folder / QUESTIONS
     if not file.is_file():
-        raise DataError(f'{file} does not exist; it has a line per example: {{"picture": "NAME.jpg", "question": "…"}}')
+        raise DataError(f'{file} does not exist; it has a line per example: {{"image": "NAME.jpg", "question": "…"}}')
     errors = []
     for line_number, line in enumerate(read_text(file).splitlines(), 1):
         try:
@@ -33,10 +33,10 @@ def check_examples(folder: Path) -> None:
 
 
 def _problem(folder: Path, example: dict[str, object]) -> str | None:
-    picture, question = example.get("picture"), example.get("question")
-    if not isinstance(picture, str) or not isinstance(question, str):
-        return f'"picture" and "question" must be texts, found {picture!r} and {question!r}'
-    file = folder / picture
+    image, question = example.get("image"), example.get("question")
+    if not isinstance(image, str) or not isinstance(question, str):
+        return f'"image" and "question" must be texts, found {image!r} and {question!r}'
+    file = folder / image
     if not file.resolve().is_relative_to(folder.resolve()):
-        return f"{picture} is not in the folder"
-    return None if file.is_file() else f"the image {picture} does not exist"
+        return f"{image} is not in the folder"
+    return None if file.is_file() else f"the image {image} does not exist"

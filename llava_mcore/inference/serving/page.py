@@ -92,7 +92,7 @@ def examples(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(x) for x in (folder / QUESTIONS).read_text(encoding="utf-8").splitlines() if x.strip()]
     step = max(1, len(lines) // MOST_EXAMPLES)
     return [
-        {"text": line["question"], "files": [str(folder / line["picture"])]} for line in lines[::step][:MOST_EXAMPLES]
+        {"text": line["question"], "files": [str(folder / line["image"])]} for line in lines[::step][:MOST_EXAMPLES]
     ]
 
 

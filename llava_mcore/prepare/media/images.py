@@ -45,7 +45,7 @@ def read_image(
             data = resize(data, sizes, resizing, limits)
             extension, size = inspect(data, limits)
         elif decode:
-            decode_image(data, limits.picture_pixels)
+            decode_image(data, limits.image_pixels)
     except DataError as error:
         raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error
     return ImageFile(data, extension, size)
@@ -57,13 +57,13 @@ def inspect(data: bytes, limits: Limits = LIMITS) -> tuple[str, tuple[int, int]]
     Raises BadSample for an image that training would refuse.
     """
     try:
-        header = read_header(data, limits.picture_pixels)
+        header = read_header(data, limits.image_pixels)
     except ImageFormatError as error:
         raise BadSample(Reason.IMAGE_FORMAT, str(error)) from error
     except DataError as error:
         raise BadSample(Reason.IMAGE_BROKEN, str(error)) from error
     for reason, problem in (
-        (Reason.TOO_LARGE, size_problem(header.size, limits.picture_pixels, "--max-picture-pixels")),
+        (Reason.TOO_LARGE, size_problem(header.size, limits.image_pixels, "--max-image-pixels")),
         (Reason.SHAPE, ratio_problem(header.size)),
         (Reason.IMAGE_FORMAT, depth_problem(header.mode)),
     ):

@@ -91,7 +91,7 @@ def resize(data: bytes, sizes: ImageSizes, resizing: Resizing, limits: Limits) -
     """
     if resizing.factor is None:
         raise BadSample(Reason.SHAPE, f"an image has a size of its own ({_size_text(sizes)}): {resizing.reason}")
-    image = decode_image(data, limits.picture_pixels, resizing.to_rgb)
+    image = decode_image(data, limits.image_pixels, resizing.to_rgb)
     size, area = (image.height, image.width), resizing.factor**2
     smallest, largest = FEWEST_TOKENS * area, MOST_TOKENS * area
     if sizes.height is not None and sizes.width is not None:
@@ -104,8 +104,8 @@ def resize(data: bytes, sizes: ImageSizes, resizing: Resizing, limits: Limits) -
         height, width = smart_resize(*size, factor=resizing.factor, min_pixels=smallest, max_pixels=largest)
     except ValueError as error:
         raise BadSample(Reason.SHAPE, f"an image with {_size_text(sizes)}: {error}") from error
-    if height * width > limits.picture_pixels:
-        limit = f"the limit is {limits.picture_pixels} (--max-picture-pixels)"
+    if height * width > limits.image_pixels:
+        limit = f"the limit is {limits.image_pixels} (--max-image-pixels)"
         raise BadSample(Reason.TOO_LARGE, f"an image would be resized to {width} x {height} pixels; {limit}")
     buffer = BytesIO()
     image.resize((width, height)).save(buffer, "PNG")

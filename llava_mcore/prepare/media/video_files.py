@@ -113,7 +113,7 @@ def _stream(container: InputContainer, limits: Limits) -> VideoStream:
         raise BadSample(Reason.VIDEO_BROKEN, "it has no images")
     stream = container.streams.video[0]
     _check_size(stream.codec_context.width, stream.codec_context.height, limits)
-    stream.codec_context.options = {"max_pixels": str(limits.picture_pixels)}
+    stream.codec_context.options = {"max_pixels": str(limits.image_pixels)}
     return stream
 
 
@@ -150,8 +150,8 @@ def _jpeg(frame: VideoFrame, limits: Limits) -> bytes:
 
 
 def _check_size(width: int, height: int, limits: Limits) -> None:
-    if width * height > limits.picture_pixels:
-        limit = f"the limit is {limits.picture_pixels} (--max-picture-pixels)"
+    if width * height > limits.image_pixels:
+        limit = f"the limit is {limits.image_pixels} (--max-image-pixels)"
         raise BadSample(Reason.TOO_LARGE, f"frames of {width} x {height} pixels; {limit}")
     problem = ratio_problem((height, width))
     if problem is not None:

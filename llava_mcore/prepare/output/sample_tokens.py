@@ -57,7 +57,7 @@ def tokens_of(assets: Assets | None, conversation: samples.Conversation) -> tupl
         tokens = assets.chat.tokens(conversation.turns, conversation.num_media, conversation.tools)
     except DataError as error:
         raise BadSample(Reason.TEMPLATE, str(error)) from error
-    most_pixels = assets.limits.picture_pixels
+    most_pixels = assets.limits.image_pixels
     try:
         media = media_tokens(conversation.images, assets.plan, most_pixels)
         media += video_tokens(conversation.videos, assets.plan, most_pixels)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llava_mcore.errors import DataError, problems
 from llava_mcore.files.atomic import move, replace_file
+from llava_mcore.files.sizes import size_text
 from llava_mcore.prepare.sources.file_systems import file_system
 from llava_mcore.prepare.sources.remote_file import fetch_errors, list_files, version_of
 
@@ -80,7 +81,7 @@ def _require_room(url: str, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
-            f"{folder}: {url} is fetched here, which takes {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Free "
+            f"{folder}: {url} is fetched here, which takes {size_text(needed)}; {size_text(free)} are free. Free "
             "some, or choose another --out. Parquet files with images in their rows, and with --keep-order JSON lines, "
             "are not fetched (docs/prepare.md, Sources at a URL)"
         )

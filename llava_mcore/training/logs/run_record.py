@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from llava_mcore.checkpoint.choose_start import RUN_ID, ensure_run_id
 from llava_mcore.checkpoint.complete import RUN_JSON
-from llava_mcore.checkpoint.identity import RUN_ID, ensure_run_id
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import FileError
 from llava_mcore.files.regular import naming, read_object, read_text

@@ -16,6 +16,7 @@ from llava_mcore.checkpoint.dist import StateWrite
 from llava_mcore.checkpoint.node_local import LocalWrite
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import LlavaMcoreError
+from llava_mcore.files.sizes import size_text
 from llava_mcore.log import warn_on_failure
 from llava_mcore.training.logs.metrics_file import append_line
 
@@ -98,7 +99,7 @@ class Saved:
 
     def __str__(self) -> str:
         waited = self.start_waited_seconds + self.finish_waited_seconds
-        return f"{self.gigabytes:.3f} GB in {self.seconds:.2f} s, training waited {waited:.2f} s"
+        return f"{size_text(self.gigabytes * 1e9)} in {self.seconds:.2f} s, training waited {waited:.2f} s"
 
     def append_to(self, file: Path) -> None:
         """Append it to a file of JSON lines. A failure is only a warning, because the checkpoint is complete."""
@@ -128,10 +129,9 @@ def allocate_in_background(sizes: Sequence[int], device: torch.device) -> thread
         try:
             _ = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
         except RuntimeError as error:
-            gigabytes = sum(sizes) / 1e9
             logger.warning(
-                "%.1f GB of host memory for saves in the background could not be pinned: %s; the first save stops "
-                "training while it tries again: free host memory, or omit --async-save", gigabytes, error
+                "%s of host memory for saves in the background could not be pinned: %s; the first save stops "
+                "training while it tries again: free host memory, or omit --async-save", size_text(sum(sizes)), error
             )  # fmt: skip
 
     thread = threading.Thread(target=allocate, name="host memory", daemon=True)

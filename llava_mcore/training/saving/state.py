@@ -30,9 +30,8 @@ from llava_mcore.parallel.random import random_state, set_random_state
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.logs.run_record import OF_EVERY_RANK, RANDOM_STATES
 from llava_mcore.training.optimization.data_parallel import DataParallelModel
-from llava_mcore.training.optimization.optimizer import follow_settings, own_rates
+from llava_mcore.training.optimization.optimizer import follow_settings, own_rates, rate_change
 from llava_mcore.training.optimization.optimizer_state import load_optimizer_state, optimizer_state
-from llava_mcore.training.optimization.schedule import rate_change
 from llava_mcore.training.setup import Trainer, saved_state
 
 logger = logging.getLogger(__name__)

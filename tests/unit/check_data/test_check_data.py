@@ -75,14 +75,14 @@ def test_report_counts_what_is_there(dataset: Path, hf: Path, assets: Assets, tm
     tokens = found["tokens_per_sample"]
     assert (tokens["p50"], tokens["p90"], tokens["max"]) == (short, long, long)
     assert sum(count for _, _, count in tokens["histogram"]) == 20
-    assert found["pictures_per_sample"] == {"1": 15, "3": 4}
+    assert found["images_per_sample"] == {"1": 15, "3": 4}
     assert found["epoch"] == {
         "samples": 19,
         "tokens": 15 * short + 4 * long,
-        "pictures": 27,
+        "images": 27,
         "videos": 0,
         "frames": 0,
-    } | {"sounds": 0}
+    } | {"audios": 0}
     assert 0.5 < found["packing"]["fill"] <= 1
     (group,) = found["groups"]
     assert group["level"] == "left out" and group["examples"] == [[str(dataset), "000001.tar", "b7"]]

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import pytest
 
 from llava_mcore.checkpoint import complete
-from llava_mcore.checkpoint.choose_start import StartPoint, resumes, start_point
+from llava_mcore.checkpoint.choose_start import RUN_ID, StartPoint, ensure_run_id, resumes, run_id, start_point
 from llava_mcore.checkpoint.complete import (
     all_but,
     discard,
@@ -24,7 +24,6 @@ from llava_mcore.checkpoint.complete import (
     remove_leftovers,
     write_run_json,
 )
-from llava_mcore.checkpoint.identity import RUN_ID, ensure_run_id, run_id
 from llava_mcore.checkpoint.layout import RUN_FILE, TRACKER, iteration_folder, latest_checkpoint, write_tracker
 from llava_mcore.config.load import load_run_config, save_run_config
 from llava_mcore.errors import CheckpointError

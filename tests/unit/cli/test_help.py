@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.startup import start, write_folders
 from llava_mcore.cli.base.commands import COMMANDS
 from llava_mcore.compat.startup import UNUSED_IMPORTS, UNUSED_IMPORTS_HERE
+from llava_mcore.config.flags import ALL_FLAGS
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*/run.py"))
@@ -40,6 +42,30 @@ def test_help_is_quick(command: str) -> None:
         assert HEAVY.findall(done.stderr) == []
         assert code or done.stdout.startswith(f"usage: {typed(command)} "), done.stdout[:100]
         assert not code or "--no-such-flag" in done.stderr or "required" in done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_usage_is_short_and_names_what_is_required(name: str) -> None:
+    """--help begins with what a command needs, not with a list of its flags."""
+    parser = importlib.import_module(f"llava_mcore.cli.{COMMANDS[name].file}").parser()
+    usage = parser.format_usage()
+    assert usage.count("\n") <= 4 and len(" ".join(usage.split())) <= 160, usage
+    for action in parser._actions:
+        if action.required:
+            words = action.option_strings or [action.metavar or action.dest]
+            assert any(word in usage for word in words), (words, usage)
+    flags = {word for action in parser._actions for word in action.option_strings}
+    assert set(re.findall(r"--[\w-]+", usage)) <= flags, "the usage names a flag that does not exist"
+
+
+@pytest.mark.parametrize("name", ["plan", "show-config"])
+def test_commands_that_take_a_runs_flags_refer_to_train(name: str) -> None:
+    parser = importlib.import_module(f"llava_mcore.cli.{COMMANDS[name].file}").parser()
+    lines = parser.format_help().splitlines()
+    assert len(lines) < 50 and "python -m llava_mcore train --help lists them" in " ".join(" ".join(lines).split())
+    listed = {line.split()[0] for line in lines if line.startswith("  -")}
+    assert listed >= {"--config"} and not listed & {name for flag in ALL_FLAGS for name in flag.names}
+    assert vars(parser.parse_args(["--tp", "2"]))["parallel.tensor_model_parallel_size"] == "2"
 
 
 @pytest.mark.parametrize("name", READERS)

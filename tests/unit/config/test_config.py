@@ -21,10 +21,13 @@ from llava_mcore.config.flag_table import flag_table
 from llava_mcore.config.flags import ALL_FLAGS, TRAINER_NAMES, make_parser, parse_command_line
 from llava_mcore.config.load import (
     REMOVED_KEYS,
+    RENAMED_KEYS,
+    as_run_config,
     config_fields,
     load_run_config,
     run_config_yaml,
     save_run_config,
+    settings_of_file,
 )
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.faults import parse_ranges
@@ -471,3 +474,15 @@ def test_a_key_of_an_earlier_version_is_accepted_with_the_value_that_remains(tmp
         path.write_text(f"{section}:\n  {leaf}: another\n")
         with pytest.raises(ConfigError, match=f"{key} .*: no such key any more, found 'another'.*omit it"):
             load_run_config(path)
+
+
+def test_a_renamed_key_is_read_from_files_and_named_to_who_types_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for old, new in RENAMED_KEYS.items():
+        section, leaf = old.split(".")
+        path.write_text(f"{section}:\n  {leaf}: 7777\n")
+        expected = load_run_config(None, [f"{new}=7777"])
+        assert load_run_config(path) == expected == as_run_config({section: {leaf: 7777}})
+        assert (new, 7777) in settings_of_file(path)
+        with pytest.raises(ConfigError, match=f"{old} .*: no such key .did you mean {new}"):
+            load_run_config(None, [f"{old}=7777"])

@@ -16,7 +16,7 @@ from llava_mcore.config.rules.all_rules import check_batch, check_values
 from llava_mcore.config.rules.batch_size import BatchSizes, Ramp
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.errors import ConfigError
-from llava_mcore.training.optimization.schedule import build_scheduler, learning_rates, rate_change
+from llava_mcore.training.optimization.optimizer import build_scheduler, learning_rates, rate_change
 
 RAMPS = st.builds(Ramp, start=st.integers(1, 6), increment=st.integers(1, 4), samples=st.integers(0, 90))
 

@@ -199,7 +199,7 @@ def test_what_cannot_be_compared_says_so(
         compare_logits(hf, tmp_path, tmp_path / "none.jpg", layout=LogitsLayout())
     available = replace_available(2_000_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    with pytest.raises(ConversionError, match=r"needs about 5.0 GB of memory .* 2.0 GB are available"):
+    with pytest.raises(ConversionError, match=r"needs about 5.00 GB of memory .* 2.00 GB are available"):
         compare_logits(hf, tmp_path, picture, layout=LogitsLayout(2, 2))
     assert check.main(["--hf-dir", str(hf), "--logits", str(picture)]) == 2
     assert "--logits compares two models" in capsys.readouterr().err

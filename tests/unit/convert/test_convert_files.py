@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llava_mcore.checkpoint.torch_dist_metadata import Chunk
-from llava_mcore.convert.io import import_jobs
+from llava_mcore.convert.io import streamed_save
 from llava_mcore.errors import CheckpointError
 from llava_mcore.files import tensor_bytes as raw
 from llava_mcore.files.hf_folder import DTYPES, plan_file, read_offsets, write_tensors
@@ -180,8 +180,8 @@ def test_pieces_are_what_torch_saves(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(x.numpy().tobytes())
     run = raw.TensorAt(tmp_path / "x", 10 * 30 * 4, x.dtype, (5, 30))
     for data, tensor in (((run,), x[10:15]), (x[:, 2:5], x[:, 2:5]), (x > 0, x > 0), (x[:0], x[:0])):
-        ours = b"".join(x.numpy().tobytes() for x in import_jobs.as_saved(data, tuple(tensor.shape), tensor.dtype))
-        with (tmp_path / "theirs").open("wb") as file, import_jobs.without_checksums():
+        ours = b"".join(x.numpy().tobytes() for x in streamed_save.as_saved(data, tuple(tensor.shape), tensor.dtype))
+        with (tmp_path / "theirs").open("wb") as file, streamed_save.without_checksums():
             torch.save(tensor.clone(memory_format=torch.contiguous_format), file)
         assert ours == (tmp_path / "theirs").read_bytes()
 

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from llava_mcore.checkpoint import layout
 from llava_mcore.checkpoint.dist import load_weights, save_state
-from llava_mcore.checkpoint.identity import read_manifest
 from llava_mcore.checkpoint.torch_dist_metadata import Chunk
 from llava_mcore.convert import jobs as conversion
 from llava_mcore.convert.export_hf import export_hf
@@ -96,7 +95,7 @@ def test_any_number_of_workers_writes_the_same_files(hf: Path, tmp_path: Path, m
 def test_the_manifest_holds_the_hash_of_every_tensor_as_imported(hf: Path, tmp_path: Path, dtype: str | None) -> None:
     cast = None if dtype is None else conversion.DTYPES[dtype]
     checkpoint = import_hf(hf, tmp_path / "m", tensor_parallel=2, pipeline_parallel=2, dtype=cast, verify=True)
-    manifest = read_manifest(layout.hf_folder(checkpoint))
+    manifest = layout.read_manifest(layout.hf_folder(checkpoint))
     assert manifest is not None
     folder = HfFolder.open(hf)
     unused = json.loads((layout.hf_folder(checkpoint) / layout.RECORD).read_text())["unused"]

@@ -319,7 +319,7 @@ def test_check_counts_audio_clips(dataset: Path, hf: Path, tmp_path: Path, capsy
     flags = ["--data-path", str(dataset), "--tokenizer-load-dir", str(hf), "--full", "--num-workers", "0"]
     assert check([*flags, "--json", str(tmp_path / "report.json"), "--show", "2"]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["sounds_per_sample"] == {"0": 4, "1": 8, "2": 4} and report["epoch"]["sounds"] == 16
+    assert report["audios_per_sample"] == {"0": 4, "1": 8, "2": 4} and report["epoch"]["audios"] == 16
     printed = capsys.readouterr().out
     assert "audio clips per sample: 0: 4, 1: 8, 2: 4" in printed and "images per sample" not in printed
     assert "16 audio clips" in printed and "<audio \N{MULTIPLICATION SIGN}12>" in printed

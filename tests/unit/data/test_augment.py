@@ -81,7 +81,7 @@ def test_off_by_default(dataset: Path, assets: Assets) -> None:
 
 
 def span(assets: Assets, data: bytes, **options: Any) -> MediaSpan:
-    return MediaSpan(data, 0, media_tokens([data], assets.plan, assets.limits.picture_pixels)[0], **options)
+    return MediaSpan(data, 0, media_tokens([data], assets.plan, assets.limits.image_pixels)[0], **options)
 
 
 @pytest.mark.parametrize("packing", [False, True])

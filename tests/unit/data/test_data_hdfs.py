@@ -27,10 +27,10 @@ Configure = Callable[..., None]
 @pytest.fixture
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
     """Write the profile as the documentation shows it, except for host, port and the place of the cache."""
-    documented = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    documented = (Path(__file__).parents[3] / "docs" / "object_stores.md").read_text(encoding="utf-8")
 
     def write(**options: Any) -> None:
-        settings = yaml.safe_load(documented.split("### HDFS")[1].split("```yaml")[1].split("```")[0])
+        settings = yaml.safe_load(documented.split("## HDFS")[1].split("```yaml")[1].split("```")[0])
         profile = {**settings["profiles"]["hdfs"]["storage_provider"]["options"], "host": "127.0.0.1", **options}
         chosen = {name: value for name, value in profile.items() if value is not None}
         settings["profiles"]["hdfs"]["storage_provider"]["options"] = chosen

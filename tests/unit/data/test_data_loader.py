@@ -311,11 +311,18 @@ def test_settings_that_drop_samples_belong_to_a_position(dataset: Path, assets: 
     state = open_loader(dataset, assets, packing=True).state()
     others: dict[str, Any] = {
         **{"max_media_tokens": 2000, "on_too_long": "truncate", "max_sample_bytes": 2**20},
-        **{"max_text_chars": 999, "max_picture_pixels": 10**6, "max_frames": 7},
+        **{"max_text_chars": 999, "max_image_pixels": 10**6, "max_frames": 7},
     }
     with pytest.raises(DataError, match=r"data\.max_media_tokens: saved with none, now 2000") as caught:
         open_loader(dataset, assets, packing=True, saved=[state], **others)
     assert all(f"data.{name}: saved with" in str(caught.value) for name in others)
+    # As version 0.1.0 called it.
+    settings = state["settings"]
+    earlier = {name: value for name, value in settings.items() if name != "data.max_image_pixels"}
+    earlier["data.max_picture_pixels"] = settings["data.max_image_pixels"]
+    with pytest.raises(DataError, match=r"data\.max_image_pixels: saved with 178956970, now 1000000"):
+        saved = [state | {"settings": earlier}]
+        open_loader(dataset, assets, packing=True, saved=saved, max_image_pixels=10**6)
     limited = open_loader(dataset, assets, **others).state()
     with pytest.raises(DataError, match=r"data\.max_media_tokens: saved with 2000, now none"):
         open_loader(dataset, assets, saved=[limited], **others | {"max_media_tokens": None})

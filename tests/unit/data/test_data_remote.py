@@ -62,10 +62,10 @@ def store(bucket: Path) -> Iterator[ObjectStore]:
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
     """Write multi-storage-client's configuration, as the documentation shows it except for shorter time limits."""
 
-    documented = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    documented = (Path(__file__).parents[3] / "docs" / "object_stores.md").read_text(encoding="utf-8")
 
     def write(store: ObjectStore, *, key: str = ACCESS_KEY, cache: bool = True, **options: Any) -> None:
-        settings = yaml.safe_load(documented.split("## Object stores")[1].split("```yaml")[1].split("```")[0])
+        settings = yaml.safe_load(documented.split("```yaml")[1].split("```")[0])
         settings["profiles"] = {"digits": settings["profiles"]["shards"]}
         settings["path_mapping"] = {"http://shards.example/": "msc://digits/"}
         settings["cache"]["location"] = str(tmp_path / "cache")
@@ -224,7 +224,7 @@ def test_what_is_wrong_is_said(bucket: Path, store: ObjectStore, configure: Conf
     configure(store)
     assert "msc://digits/none does not exist" in message("msc://digits/none")
     other = message("msc://other/x")
-    assert 'Profile "other" not found' in other and "docs/data.md" in other
+    assert 'Profile "other" not found' in other and "docs/object_stores.md" in other
     assert 'Unknown URL "ftp://a/b"' in message("ftp://a/b")
     assert "begin with msc://" in message("msc://digits/wrong.yaml")
     configure(store, key="wrong")

@@ -51,7 +51,7 @@ pytest_plugins = ("tests.helpers.llava_fixtures",)
 TALK: dict[str, Any] = messages(ASKED, ANSWERED)
 TALK_ONLY: dict[str, Any] = messages(("user", "q"), ANSWERED)
 DEEP = "[" * 15_000
-SMALL = Limits(sample_bytes=20_000, text_chars=500, picture_pixels=10_000)
+SMALL = Limits(sample_bytes=20_000, text_chars=500, image_pixels=10_000)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_samples_are_left_out(name: str, assets: Assets, tmp_path: Path) -> None
         num_streams=1,
         max_sample_bytes=SMALL.sample_bytes,
         max_text_chars=SMALL.text_chars,
-        max_picture_pixels=SMALL.picture_pixels,
+        max_image_pixels=SMALL.image_pixels,
     )
     loader = TrainLoader(data, assets, micro_batch_size=1, dp_rank=0, dp_size=1, seed=1)
     skipped = [skip for _ in range(4) for skip in next(loader).skipped]
@@ -231,7 +231,7 @@ def test_a_jsonl_of_somebody_else(assets: Assets, tmp_path: Path) -> None:
 
 def prepared(source: Path, out: Path, *flags: str) -> list[tuple[str, str]]:
     """Reason and detail of every row that was left out."""
-    limits = ["--max-sample-bytes", "20000", "--max-text-chars", "500", "--max-picture-pixels", "10000"]
+    limits = ["--max-sample-bytes", "20000", "--max-text-chars", "500", "--max-image-pixels", "10000"]
     command = [
         str(source),
         "--out",

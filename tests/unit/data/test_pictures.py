@@ -223,7 +223,7 @@ def test_sizes_of_one_picture(options: dict[str, Any], size: tuple[int, int], tm
         ({"resized_height": 60}, "one of them is missing"),
         ({"max_pixels": "60"}, "max_pixels is '60': not a whole number above 0"),
         ({"min_pixels": 99999, "max_pixels": 99}, "at least 99999 and at most 99 pixels"),
-        ({"min_pixels": 10**12, "max_pixels": 10**13}, r"resized to .*; the limit is 178956970 \(--max-picture-pixels"),
+        ({"min_pixels": 10**12, "max_pixels": 10**13}, r"resized to .*; the limit is 178956970 \(--max-image-pixels"),
         ({"detail": "low"}, "detail is 'low': only auto and high are supported"),
         ({"resized_height": 1, "resized_width": 300}, "aspect ratio"),
     ],

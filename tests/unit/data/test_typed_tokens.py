@@ -21,6 +21,7 @@ from llava_mcore.templates.named import NAMES, named_template
 from tests.helpers.bad_data_makers import index, messages, picture, write_tar
 from tests.helpers.chat_cases import TINY, tiny
 from tests.helpers.encoding import encoded
+from tests.helpers.tiny_qwen import make_hf_qwen
 from tests.unit.data.test_data_loader import open_loader, take
 
 pytest_plugins = ("tests.helpers.llava_fixtures",)
@@ -198,6 +199,25 @@ def test_check_and_prepare_count(hf: Path, tmp_path: Path, capsys: pytest.Captur
         assert json.loads((out / "manifest.json").read_text())["totals"]["typed"] == {"</s>": 2}
     tokens = [json.loads((tmp_path / name / ".nv-meta" / "tokens.json").read_text()) for name in ("text", "control")]
     assert tokens[0] != tokens[1]
+
+
+def test_a_typed_placeholder_names_the_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`<|image_pad|>` is Qwen-VL's placeholder, and text in a row; prepare, check and training say what to write."""
+    make_hf_qwen(tmp_path / "hf", "qwen2_5_vl")
+    row = messages(("user", "What is <|image_pad|>?"), ("assistant", "A token."))
+    path = index(write_tar(tmp_path / "own" / "0.tar", {f"{n}": {"json": row} for n in range(4)}).parent)
+    flags, advice = ["--tokenizer-load-dir", str(tmp_path / "hf")], "where an image belongs, write <image>"
+    assert prepare_app.main([str(path / "0.tar"), *flags, "--out", str(tmp_path / "out"), "--num-workers", "0"]) == 0
+    said = f"<|image_pad|> in the text; it is read as text (--special-tokens-in-text); {advice}"
+    assert said in capsys.readouterr().out
+    assert check(["--data-path", str(path), *flags, "--json", str(tmp_path / "report.json")]) == 0
+    reasons = [group["reason"] for group in json.loads((tmp_path / "report.json").read_text())["groups"]]
+    assert any("<|image_pad|>" in reason and reason.endswith(advice) for reason in reasons)
+    with caplog.at_level(logging.WARNING):
+        take(open_loader(path, load_assets(tmp_path / "hf"), num_streams=1, micro_batch_size=4), 1)
+    assert any("<|image_pad|>" in x.getMessage() and x.getMessage().endswith(advice) for x in caplog.records)
 
 
 def test_literal_marks_are_counted(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ REFUSED: list[tuple[list[Video], str, Limits, str]] = [
     ([Video((noise(4, 5), noise(5, 4)))], "<video>What?", Limits(), "frame 1 has 4 x 5 pixels, but the first one has"),
     ([video(3), video(2)], "<video><video>What?", TOO_MANY, "its videos have 5 frames; the limit is 4 .max_frames"),
     ([video(3)], "<video>What?", Limits(sample_bytes=2000), "frames and audio clips have .* bytes; the limit is 2000"),
-    ([video(1, 40, 40)], "<video>What?", Limits(picture_pixels=999), "video 0, frame 0: .* 999"),
+    ([video(1, 40, 40)], "<video>What?", Limits(image_pixels=999), "video 0, frame 0: .* 999"),
 ]
 
 

@@ -138,16 +138,16 @@ def test_check_counts_videos_and_frames(
     flags = ["--data-path", str(dataset), "--tokenizer-load-dir", str(hf), "--full", "--num-workers", "0"]
     assert check([*flags, "--json", str(tmp_path / "report.json"), "--show", "2"]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["pictures_per_sample"] == {"0": 12, "2": 4}
+    assert report["images_per_sample"] == {"0": 12, "2": 4}
     assert report["videos_per_sample"] == {"0": 4, "1": 12}
     assert report["frames_per_video"] == {"2": 4, "4": 4, "6": 4}
     assert report["epoch"] | {"tokens": 0} == {
         "samples": 16,
         "tokens": 0,
-        "pictures": 8,
+        "images": 8,
         "videos": 12,
         "frames": 48,
-    } | {"sounds": 0}
+    } | {"audios": 0}
     printed = capsys.readouterr().out
     assert "frames per video: 2: 4, 4: 4, 6: 4" in printed and "12 videos, 48 frames" in printed
     assert "<video \N{MULTIPLICATION SIGN}9>" in printed

@@ -14,7 +14,7 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.media.batch_fields import NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.configs import ModelOptions, Recompute
-from llava_mcore.models.image_tokens import insert_features
+from llava_mcore.models.language.decoder import insert_features
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.features import feature_choice
 from llava_mcore.parallel.groups import single_process

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, IMAGE_FIELDS, NO_SCALE, PIXEL_SCALE, PIXEL_VALUES
-from llava_mcore.models.image_tokens import insert_features
+from llava_mcore.models.language.decoder import insert_features
 from llava_mcore.parallel.batch import MicroBatch, num_trained, pad_to
 from llava_mcore.parallel.context import (
     DividedRow,

@@ -85,12 +85,16 @@ def test_the_text_has_stages_reasons_and_assumptions(folder: Path, capsys: pytes
     assert "tp 2, pp 1, dp 1" in capsys.readouterr().out
 
 
-def test_data_comes_from_a_manifest(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("earlier", [False, True], ids=["now", "0.1.0"])
+def test_data_comes_from_a_manifest(
+    earlier: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     histogram = {"bins": [[72, 50], [80, 50]], "number": 100, "total": 80_000, "largest": 1100}
     sides = {"bins": [[74, 200]], "number": 200, "total": 128_000, "largest": 640}
-    totals = {"conversations": 100, "pictures": 200, "frames": 0, "sounds": 0, "sound_seconds": 0}
+    names = ("pictures", "sounds", "sound_seconds") if earlier else ("images", "audios", "audio_seconds")
+    totals = {"conversations": 100, "frames": 0} | dict(zip(names, (200, 0, 0), strict=True))
     totals |= {"tokens": histogram, "sides": sides}
     (data / "manifest.json").write_text(json.dumps({"totals": totals}), encoding="utf-8")
     arguments = [

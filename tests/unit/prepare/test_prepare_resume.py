@@ -203,6 +203,23 @@ def test_a_shard_changed_after_it_was_written(source: Path, whole: dict[str, byt
     assert not looks_finished(tmp_path / "whole")
 
 
+def test_a_folder_of_version_0_1_0_is_continued(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """It called images pictures in its list of options and its counts."""
+    out = tmp_path / "whole"
+    for file in (out / ".prepare").glob("*.json*"):
+        text = file.read_text(encoding="utf-8")
+        text = text.replace("--max-image-pixels", "--max-picture-pixels").replace('"images":', '"pictures":')
+        text = text.replace('"audios":', '"sounds":').replace('"audio_seconds":', '"sound_seconds":')
+        file.write_text(text, encoding="utf-8")
+    totals = json.loads((out / "manifest.json").read_text(encoding="utf-8"))["totals"]
+    shutil.rmtree(out / ".nv-meta")
+    (out / "000001.tar").unlink()
+    make(source, out)
+    assert looks_finished(out) and shard_bytes(out) == whole
+    assert json.loads((out / "manifest.json").read_text(encoding="utf-8"))["totals"] == totals
+    assert totals["images"] > 0
+
+
 def test_another_request_is_refused(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "whole"
     text = source.read_text(encoding="utf-8")

@@ -364,7 +364,7 @@ def test_limits_of_a_video_file(tmp_path: Path) -> None:
     """Frames or bytes beyond a limit are refused with the limit."""
     path = video_file(tmp_path / "a.mp4")
     with pytest.raises(BadSample, match="frames of 64 x 48 pixels; the limit is 3000"):
-        decoded(path, limits=Limits(picture_pixels=3000))
+        decoded(path, limits=Limits(image_pixels=3000))
     with pytest.raises(BadSample, match="more than 1000 bytes"):
         decoded(path, limits=Limits(sample_bytes=1000))
 

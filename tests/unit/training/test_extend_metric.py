@@ -22,7 +22,7 @@ from llava_mcore.training.iterations import Iterations
 from llava_mcore.training.logs.metrics_file import DEVICE_SUMS, Metrics
 from llava_mcore.training.logs.reporter import HOST_METRICS, Reporter, StartTimes
 from llava_mcore.training.loss_terms import LOSS_TERMS, KnownTerm
-from llava_mcore.training.optimization.schedule import learning_rates
+from llava_mcore.training.optimization.optimizer import learning_rates
 from llava_mcore.training.saving.state import TrainingProgress
 from llava_mcore.training.step import train_step
 from tests.helpers.pages import blocks

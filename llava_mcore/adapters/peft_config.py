@@ -150,9 +150,12 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> flo
 
 
 def _literal(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return patterns without the marks that names need in them. They are never used as patterns: an untrusted file
-    could hold one that takes forever."""
-    return {key.removeprefix("^").replace("\\.", "."): value for key, value in patterns.items()}
+    """Return patterns without the marks that names need in them; of equal ones the first counts. They are never used as
+    patterns: an untrusted file could hold one that takes forever."""
+    values: dict[str, Any] = {}
+    for key, value in patterns.items():
+        values.setdefault(key.removeprefix("^").replace("\\.", "."), value)
+    return values
 
 
 def _modules_to_save(names: Iterable[str], layers: ModelLayers) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from llava_mcore.adapters.adaptation import adapter_setup_of
 from llava_mcore.adapters.factors import CHILD
 from llava_mcore.adapters.linear_layers import BIAS, WEIGHT, ModelLayers, model_layers
-from llava_mcore.adapters.peft_config import plan_of_folder, write_config
+from llava_mcore.adapters.peft_config import CONFIG, plan_of_folder, write_config
 from llava_mcore.adapters.peft_tensors import PREFIX, WEIGHTS, expected_tensors, without_wrappers
 from llava_mcore.adapters.targets import plan_from_config, trained_parameters
 from llava_mcore.checkpoint.layout import latest_checkpoint
@@ -94,6 +95,25 @@ def test_a_written_adapter_is_read_as_the_same(settings: dict[str, Any], tmp_pat
     for name, rank in plan.lora_ranks.items():
         layer = adapted.get_submodule(name)
         assert (layer.r["default"], layer.scaling["default"]) == (rank, pytest.approx(plan.scaling(name))), name
+
+
+def test_the_first_pattern_counts_and_anchors_are_read(tmp_path: Path) -> None:
+    """alpha_pattern as PEFT reads it, where two of its patterns find a layer."""
+    hf = make_hf_llava(tmp_path / "hf")
+    layers = model_layers(load_hf_config(tmp_path / "hf"))
+    plan = plan_from_config(AdapterConfig(r=8, targets="q_proj,v_proj"), layers)
+    write_config(tmp_path, plan, layers, None, type(hf))
+    shapes = expected_tensors(plan, layers)
+    save_file({PREFIX + name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / WEIGHTS)
+    of_one = next(name for name in plan.lora_ranks if name.endswith("q_proj"))
+    config = json.loads((tmp_path / CONFIG).read_text())
+    config["alpha_pattern"] = {"^" + of_one.replace(".", "\\."): 2, "q_proj": 4, "self_attn.q_proj": 32, of_one: 64}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    found = plan_of_folder(tmp_path, plan.name, layers, is_trained=True)
+    assert sorted(set(found.alphas.values())) == [2, 4, 16]
+    adapted = get_peft_model(hf, LoraConfig.from_pretrained(tmp_path)).get_base_model()
+    for name in plan.lora_ranks:
+        assert adapted.get_submodule(name).scaling["default"] == found.scaling(name), name
 
 
 @pytest.mark.long

@@ -268,6 +268,7 @@ def test_serve_says_what_vllm_refuses_of_an_adapter(tmp_path: Path, capsys: pyte
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' changes the model's own weights"),
         ({"trainable_token_indices": [1]}, "trained with trainable_token_indices = [1], which vLLM does not read"),
         ({"rank_pattern": {"q_proj": 1024}, "alpha_pattern": {"q_proj": 1024}}, "its rank is 1024"),
+        ({"alpha_pattern": {"q_proj": 6}}, "its layers are scaled by 0.5 and 1"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is None"),
     ],
 )

@@ -22,6 +22,7 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.data.samples import Batch
 from llava_mcore.data.storage.shard_reader import ShardReader
+from llava_mcore.data.storage.tar_files import Link, TarIndex
 from tests.helpers.bad_data_makers import ANSWERED, ASKED, index, messages, picture
 from tests.unit.check_data.test_bad_data_table import examine
 
@@ -136,6 +137,18 @@ def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     return bytes(block)
+
+
+def test_a_link_is_to_the_last_file_of_its_name_before_it(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for data in (b"first", b"second"):
+            add(tar, "a.txt", data)
+        add(tar, "b.txt", kind=tarfile.LNKTYPE, target="a.txt")
+        add(tar, "a.txt", b"third")
+    offset = 4 * tarfile.BLOCKSIZE  # after two headers and two blocks of text
+    index_ = TarIndex(lambda: (tmp_path / "0.tar").open("rb"))
+    assert index_.contents(Link(tarfile.LNKTYPE, "a.txt", offset), 100) == b"second"
+    assert index_.contents(Link(tarfile.LNKTYPE, "b.txt", offset + 1), 100) == b"second", "a link to a link"
 
 
 NEGATIVE = b"\xff" * 11 + b"\0"

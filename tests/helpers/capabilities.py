@@ -34,6 +34,7 @@ ON_GPUS = {
     "qwen2_vl": "forward only",
     "qwen2_5_vl": "trained, also in FP8",
     "qwen3_vl": "forward only",
+    "qwen3_vl_moe": "trained",
     "qwen2_audio": "trained, 8 layers",
 }
 """What has run on an H200: tests/gpu and benchmarks.train_step."""

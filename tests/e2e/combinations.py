@@ -139,7 +139,10 @@ class Trial:
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             return Ended(-1, f"{error.stdout!r}", [])
-        return Ended(done.returncode, done.stdout + done.stderr, read_metrics(self.root / "runs" / name))
+        output = done.stdout + done.stderr
+        for stacks in sorted((self.root / "runs" / name / "stacks").glob("*.txt")):  # a rank that crashed or hung
+            output = f"=== {stacks.name} ===\n{stacks.read_text(encoding='utf-8')}\n{output}"
+        return Ended(done.returncode, output, read_metrics(self.root / "runs" / name))
 
     def baseline(self, combination: Combination) -> Ended:
         """Return the run of one process with the same features."""

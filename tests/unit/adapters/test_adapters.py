@@ -326,11 +326,12 @@ def test_a_run_that_starts_from_an_adapter_has_its_settings(tmp_path: Path, hf: 
     save_run_config(run, tmp_path / "iter" / "run.yaml")
     same = adapter_setup_of(run.adapter, load_hf_config(hf), tmp_path / "iter", None)
     assert same is not None and same.plans[0].lora_ranks == plan(layers, r=8).lora_ranks
-    other = run.adapter.model_copy(update={"r": 16, "dora": True, "frozen": (tmp_path / "style",)})
+    other = run.adapter.model_copy(update={"r": 16, "alpha": 4, "dora": True, "frozen": (tmp_path / "style",)})
     with pytest.raises(ConfigError) as error:
         adapter_setup_of(other, load_hf_config(hf), tmp_path / "iter", None)
     message = str(error.value)
-    assert "3 problems" in message and "adapter.r: it has 8, this run asks for 16" in message
+    assert "4 problems" in message and "adapter.r: it has 8, this run asks for 16" in message
+    assert "adapter.alpha: it has " in message and ", this run asks for 4\n" in message
     assert "adapter.frozen: it has none, this run asks for style" in message
 
 

@@ -200,9 +200,8 @@ def _take_overrides(typed: dict[str, Any]) -> list[str]:
 
 
 def make_parser(prog: str, description: str, *, dry_run: bool, lists_flags: bool = True) -> argparse.ArgumentParser:
-    """Return the parser. Values stay strings: the schema converts and checks them together.
-
-    lists_flags: whether --help explains the flags of a run; else it names the command that does."""
+    """Return the parser. Values stay strings: the schema converts and checks them together. Without `lists_flags`,
+    --help names the command that explains the flags of a run."""
     parser = _Parser(
         prog=prog,
         # argparse would list all flags again, which fills the first screen.

@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 EARLIER_NAMES = {"pictures": "images", "sounds": "audios", "sound_seconds": "audio_seconds"}
 """Names in a manifest that version 0.1.0 wrote -> those of today."""
 BINS_PER_OCTAVE = 8
-"""Bins of the manifest's histograms (`prepare.counts`)."""
+"""A manifest's histograms have bins of equal width on a logarithmic axis, so that they stay small for any data."""
 ASPECT = 4 / 3
 """Width over height of images of which only the longer side is known."""
 TRAINED = 0.5

@@ -8,14 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from llava_mcore.plan.dataset import BINS_PER_OCTAVE, EARLIER_NAMES
 from llava_mcore.prepare.row_types import CheckedConversation, Skipped
 
-EARLIER_NAMES = {"pictures": "images", "sounds": "audios", "sound_seconds": "audio_seconds"}
-"""Names in files that version 0.1.0 wrote -> those of the fields."""
 COUNTERS = ("reasons", "typed", "roles", "unused", "notes", "miscounted")
 """Fields of `PrepareCounts` that count by name."""
-BINS_PER_OCTAVE = 8
-"""Histograms have bins of equal width on a logarithmic axis, so that they stay small for any data."""
 
 
 def bin_of(value: int) -> int:

@@ -36,7 +36,6 @@ from llava_mcore.training.assets import run_assets
 from llava_mcore.training.diagnostics import IterationProfiler, ShowFirst, show_shapes_once
 from llava_mcore.training.fetch import shared_names
 from llava_mcore.training.iterations import Iterations
-from llava_mcore.training.join_world import join_world
 from llava_mcore.training.logs.reporter import Reporter, StartTimes
 from llava_mcore.training.logs.run_record import adopt_ids
 from llava_mcore.training.loop import StopRules, TrainingLoop
@@ -44,7 +43,7 @@ from llava_mcore.training.memory_snapshot import MemoryRecorder
 from llava_mcore.training.saving.hf_files import carried_files
 from llava_mcore.training.saving.save import Saver
 from llava_mcore.training.saving.state import TrainingProgress, resume
-from llava_mcore.training.setup import Trainer, build_trainer
+from llava_mcore.training.setup import Trainer, build_trainer, join_world
 from llava_mcore.training.validation import Validator
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.context import across_nodes
-from llava_mcore.parallel.groups import Groups, set_virtual_stages, sum_over_ranks
-from llava_mcore.parallel.random import seed_replicas
+from llava_mcore.parallel.groups import Groups, initialize, set_virtual_stages, sum_over_ranks
+from llava_mcore.parallel.random import make_deterministic, seed_everything, seed_replicas
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.model_graphs import model_graphs
@@ -44,6 +44,27 @@ from llava_mcore.training.optimization.muon_matrices import find_matrices
 from llava_mcore.training.optimization.optimizer import build_optimizer, build_scheduler
 
 logger = logging.getLogger(__name__)
+
+
+def join_world(run: RunConfig) -> Groups:
+    """Connect to the other ranks and seed the random generators."""
+    if run.training.deterministic:
+        make_deterministic()
+    parallel = run.parallel
+    assert parallel.backend is not None, "the launcher resolves the backend"
+    groups = initialize(
+        backend=parallel.backend,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        cp_a2a_size=parallel.cp_a2a_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        sharding_replicas=parallel.hsdp_replicas,
+        timeout_seconds=run.faults.timeout,
+    )
+    seed_everything(run.training.seed)
+    return groups
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class ChatFormat(ChatText):
         }
         """Ids of the placeholders by mark."""
         self.mark_advice = {token: MARK_ADVICE[m] for m, token in self._media_tokens.items() if token != m}
-        """What to write instead of a placeholder that is not a mark, such as `<|image_pad|>`, by its name."""
+        """The advice for each placeholder that is not a mark, such as `<|image_pad|>`: which mark to write instead."""
         self.literal_marks = tuple(mark for mark in TYPES if mark not in self._media_tokens)
         """Marks of media that the class does not take: they are text, such as `<video>` in a text about HTML."""
         self._around_media = around_media

@@ -159,9 +159,8 @@ def open_streams(
         batch_size: rows of a micro-batch.
         global_batch_sizes: over the run, for weights that change over iterations.
     """
-    common: dict[str, Any] = {"batch_size": batch_size, "packing": packing_of(data)}
     streams = mixture.num_streams
-    common["num_streams"] = streams
+    common: dict[str, Any] = {"batch_size": batch_size, "packing": packing_of(data), "num_streams": streams}
 
     def rows_before(stream: int, num_batches: int) -> int:
         """Return the rows of all streams before a batch of one: they take turns."""

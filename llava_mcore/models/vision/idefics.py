@@ -6,6 +6,7 @@ have the tower's size, so that the fractions are those of the tower's own grid. 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -108,12 +109,18 @@ class Idefics2Siglip(PatchTower):
 def position_rows(hf: PretrainedConfig, rows: int, columns: int) -> Tensor:
     """Return the rows [rows * columns], int64, of Idefics2's table of positions for an image of so many patches.
 
-    transformers' own method is asked, of embeddings without weights: its bounds and roundings decide.
+    transformers' own method is asked, of embeddings without weights: its bounds and roundings decide. The tensor is
+    shared between calls.
     """
+    return _looked_up_positions(image_side(hf) // patch_side(hf), rows, columns)
+
+
+@functools.lru_cache(maxsize=128)  # the parts of an image, and many images, have the same grid of patches
+def _looked_up_positions(table_side: int, rows: int, columns: int) -> Tensor:
     embeddings: Any = object.__new__(Idefics2VisionEmbeddings)
     nn.Module.__init__(embeddings)
     embeddings.patch_size = 1
-    embeddings.num_patches_per_side = image_side(hf) // patch_side(hf)
+    embeddings.num_patches_per_side = table_side
     embeddings.patch_embedding = lambda pixels: pixels.long()  # of zeros, to which it adds what it looks up
     embeddings.position_embedding = lambda ids: ids.unsqueeze(-1)
     with torch.device("cpu"):  # models may be on the meta device

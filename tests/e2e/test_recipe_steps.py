@@ -26,12 +26,18 @@ BASE = (
 """Folders of what environments/image_lock.py leaves to the base."""
 
 
-def steps() -> str:
-    """Return the commands of %post, with this checkout's lock file."""
+PIP_INSTALL = "python3 -m pip install --no-cache-dir "
+
+
+def steps(venv: Path) -> str:
+    """Return the commands of %post, with this checkout's lock file; uv installs, if there is one: pip takes minutes."""
     text = RECIPE.read_text(encoding="utf-8")
     assert f"environments/image.lock.txt {LOCK_INSIDE}" in text
     post = text.split("%post\n")[1].split("\n%")[0]
     assert LOCK_INSIDE in post
+    assert PIP_INSTALL in post
+    if shutil.which("uv"):
+        post = post.replace(PIP_INSTALL, f"uv pip install --quiet --python {venv / 'bin' / 'python3'} ")
     return post.replace(LOCK_INSIDE, str(ROOT / "environments" / "image.lock.txt"))
 
 
@@ -54,7 +60,7 @@ def test_the_recipe_installs_what_training_needs(tmp_path: Path) -> None:
     assert "transformers" not in before.stdout and "torch==" in before.stdout
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environ |= {"PATH": f"{venv / 'bin'}{os.pathsep}{environ['PATH']}"}
-    subprocess.run(["bash", "-euo", "pipefail", "-c", steps()], env=environ, check=True, cwd=tmp_path)
+    subprocess.run(["bash", "-euo", "pipefail", "-c", steps(venv)], env=environ, check=True, cwd=tmp_path)
     train = "python3 -m benchmarks.async_save --shape tiny --gpus 2 --steps 4 --warm-up 1 --samples 24"
     sizes = "--seq-length 1024 --global-batch-size 2"
     done = subprocess.run(

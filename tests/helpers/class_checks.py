@@ -36,10 +36,25 @@ from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.parallel.batch import MicroBatch, longest, longest_media
 from llava_mcore.parallel.groups import single_process
+from tests.helpers.encoding import assets_once
 from tests.parallel.checks import load_model
 
 TheirInputs = Callable[[Path, Conversation], Any]
 """What a folder's own processor makes of a conversation."""
+
+
+_batches: dict[Any, tuple[Sequence[Conversation], Batch]] = {}
+
+
+def batch_once(folder: Path, conversations: Sequence[Conversation], **options: Any) -> Batch:
+    """Return what the loader makes of conversations; of the same ones in the same way, the same batch.
+
+    Steps repeat their conversations, and encoding these takes as long as training on them.
+    """
+    key = folder, tuple(map(id, conversations)), tuple(sorted(options.items()))
+    if key not in _batches:  # the conversations are kept, so that no others get their ids
+        _batches[key] = conversations, batch_of(assets_once(folder), conversations, **options)
+    return _batches[key][1]
 
 
 def batch_of(

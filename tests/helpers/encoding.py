@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.encode.chat_format import ChatFormat
 from llava_mcore.data.encode.tokens import ChatTokens, expand, media_tokens
 from llava_mcore.data.processors.image_processor import ImagePreprocessor
@@ -15,6 +17,9 @@ from llava_mcore.data.samples import MediaSpan, Turn
 from llava_mcore.media.media import MediaTokens, SameTokens
 
 N = 16
+
+assets_once = functools.cache(load_assets)
+"""Reads the assets of a folder, once in a process."""
 
 
 def tokens_of_a_picture(image_token_id: int, num_tokens: int = N) -> MediaTokens:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
-from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.inference.generation.questions import Questions
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.processes.watchdog import Watchdog
@@ -18,6 +17,7 @@ from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import FakeLoader
+from tests.helpers.encoding import assets_once
 from tests.parallel.checks import join
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
 
@@ -63,7 +63,7 @@ def train_and_ask(
             trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1, 3}
         )
         if asks:
-            assets = load_assets(folder)
+            assets = assets_once(folder)
             most = run.validation.eval_generate_samples
             asked = AnswerData(assets, Questions(data, assets, split="val", most_samples=most))
     watchdog = Watchdog(100, Path(save_dir), groups.rank)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.parallel.groups import Groups, context_parallel_levels
 from llava_mcore.training.fetch import SkipBudget, fetch_step
@@ -22,6 +21,7 @@ from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.helpers.batches import LENGTH, FakeBatch, FakeLoader
+from tests.helpers.encoding import assets_once
 from tests.parallel.answer_checks import ASKED, train_and_ask
 from tests.parallel.checks import join
 from tests.parallel.gradient_checks import step_gradients
@@ -108,7 +108,7 @@ def curves(layout: Layout, cases: dict[str, dict[str, Any]], data: str, save_dir
     found = {}
     interleaved = {"parallel.num_layers_per_virtual_pipeline_stage": 1} if pp > 1 else {}
     for name, flags in (CURVES | {"padded": {}, "interleaved": interleaved}).items():
-        given = {"training.train_iters": 4, "training.micro_batch_size": 2, **flags}
+        given = {"training.train_iters": 3, "training.micro_batch_size": 2, **flags}
         run = configure(layout, cases["llava"]["checkpoint"], save_dir, **given)
         kind = FakeLoader if name == "padded" else WholeSamples
         found[name] = curve(groups, run, MIXED, kind)
@@ -144,21 +144,21 @@ SAVED_AFTER, MORE_STEPS = 2, 2
 
 
 def stop_and_resume(layout: Layout, case: dict[str, Any], save_dir: str) -> dict[str, Any]:
-    """Train without a stop, and again with a checkpoint from which a new trainer continues.
+    """Train and save on the way; a new trainer continues from the checkpoint, too.
 
     Returns losses and gradient norms of both, and the parameters that differ after them.
     """
     groups, run = _resumable(layout, case, save_dir)
-    uninterrupted = make_trainer(groups, run)
-    expected = train_steps(groups, uninterrupted, open_data(groups, case), SAVED_AFTER + MORE_STEPS)
     first, loader = make_trainer(groups, run), open_data(groups, case)
-    found = train_steps(groups, first, loader, SAVED_AFTER)
+    begun = train_steps(groups, first, loader, SAVED_AFTER)
     state = None if loader is None else loader.state()
     save_checkpoint(first, TrainingProgress(SAVED_AFTER, SAVED_AFTER * GLOBAL_BATCH), Path(case["hf"]), state)
+    uninterrupted = train_steps(groups, first, loader, MORE_STEPS)
     second, later = _resumed(groups, run, case)
-    weights, others = ({n: p for m in x.models for n, p in m.named_parameters()} for x in (uninterrupted, second))
+    weights, others = ({n: p for m in x.models for n, p in m.named_parameters()} for x in (first, second))
     different = [name for name, p in weights.items() if not torch.equal(p, others[name])]
-    return {"expected": expected, "found": {key: found[key] + later[key] for key in found}, "different": different}
+    expected, found = ({key: begun[key] + x[key] for key in begun} for x in (uninterrupted, later))
+    return {"expected": expected, "found": found, "different": different}
 
 
 def resume_elsewhere(layout: Layout, case: dict[str, Any], save_dir: str) -> dict[str, list[float]]:
@@ -199,7 +199,7 @@ def open_data(groups: Groups, case: dict[str, Any], *, saved: Any = None) -> Tra
         sample_multiple=SAMPLE_MULTIPLE,
     )
     where = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size, "pad_multiple": MULTIPLE}
-    return TrainLoader(config, load_assets(Path(case["hf"])), micro_batch_size=1, seed=3, saved=saved, **where)
+    return TrainLoader(config, assets_once(Path(case["hf"])), micro_batch_size=1, seed=3, saved=saved, **where)
 
 
 def train_steps(groups: Groups, trainer: Trainer, loader: TrainLoader | None, number: int) -> dict[str, list[float]]:

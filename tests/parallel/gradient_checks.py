@@ -11,13 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from llava_mcore.config.schema import RunConfig
-from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation
 from llava_mcore.models.trainable import whole_name
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.step import forward_backward
-from tests.helpers.class_checks import batch_of
+from tests.helpers.class_checks import batch_once
 from tests.parallel.class_curve_checks import GivenLoader
 from tests.parallel.training_checks import make_trainer
 
@@ -29,8 +28,8 @@ def open_loader(
     `batch_of`."""
     if not groups.loads_data:
         return None
-    assets = load_assets(Path(case["hf"]))
-    return GivenLoader([batch_of(assets, conversations, packed=packed, **rounded) for conversations in steps])
+    hf = Path(case["hf"])
+    return GivenLoader([batch_once(hf, conversations, packed=packed, **rounded) for conversations in steps])
 
 
 def step_gradients(

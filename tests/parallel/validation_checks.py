@@ -8,7 +8,6 @@ from typing import Any
 
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
-from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.validation_data import ValidationData
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.processes.watchdog import Watchdog
@@ -16,6 +15,7 @@ from llava_mcore.training.fetch import SkipBudget, fetch_step
 from llava_mcore.training.step import train_step
 from llava_mcore.training.validation import Validator
 from tests.helpers.batches import FakeLoader
+from tests.helpers.encoding import assets_once
 from tests.helpers.shards import make_dataset
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.parallel.checks import join
@@ -87,7 +87,7 @@ def train_and_validate(
             trainer.hf, micro_batch_size=size, dp_rank=groups.dp_rank, dp_size=groups.dp_size, text_only={1, 3}
         )
         if validates:
-            assets = load_assets(hf_folder(iteration_folder(Path(checkpoint), 0)))
+            assets = assets_once(hf_folder(iteration_folder(Path(checkpoint), 0)))
             iters = run.validation.eval_iters
             most = None if iters is None else iters * GLOBAL_BATCH
             data = ValidationData(run.data, assets, micro_batch_size=size, seed=1, most_samples=most)

@@ -22,9 +22,11 @@ from tests.parallel.validation_checks import train_and_validate
 DISTRIBUTED: dict[str, Any] = {"parallel.use_distributed_optimizer": True}
 MODES = ("optim", "optim_grads", "optim_grads_params")
 OF_EVERY_MODE = ("plain", "packed", "lora")
-"""Variants of each mode; the others are of the distributed optimizer and of the mode that divides most."""
+"""Variants of each mode and of several ranks' distributed optimizer; the others are of the mode that divides most."""
+OF_ONE_REPLICA = ("frozen tower", "whole towers")
+"""Variants in which replicas of shards change nothing: these average what is sharded in any way."""
 LORA = {"model.freeze_vision_model": True, "adapter.r": 4, "adapter.vision_r": 2, "adapter.projection_r": 3}
-SHORT = {"training.train_iters": 4, "training.micro_batch_size": 2}
+SHORT = {"training.train_iters": 3, "training.micro_batch_size": 2}
 
 
 def sharded(mode: str, replicas: int = 1) -> dict[str, Any]:
@@ -47,6 +49,14 @@ def variants(groups: Groups) -> dict[str, tuple[dict[str, Any], bool]]:
     }
 
 
+def names_of(kind: str, world_size: int, replicas: int) -> list[str]:
+    """Return the variants of a kind of runs, with "validation" if it has one."""
+    names = ["plain", "packed", "frozen tower", "whole towers", "lora", "tied", "bf16", "validation"]
+    if kind == MODES[-1]:
+        return [name for name in names if replicas == 1 or name not in OF_ONE_REPLICA]
+    return names if world_size == 1 else list(OF_EVERY_MODE)
+
+
 def curves(
     tp: int, replicas: int, kinds: list[str], checkpoint: str, tied: str, data: str, save_dir: str
 ) -> dict[tuple[str, str], Any]:
@@ -59,14 +69,15 @@ def curves(
     runs = {}
     for kind in kinds:
         keys = SHORT | (DISTRIBUTED if kind == "distributed" else sharded(kind, replicas))
-        has_all = kind in ("distributed", MODES[-1])
         for name, (flags, packed) in variants(groups).items():
-            if not has_all and name not in OF_EVERY_MODE:
+            if name not in names_of(kind, groups.world_size, replicas):
                 continue
             runs[name, kind] = TrainingRun(tied if name == "tied" else checkpoint, MIXED, keys | flags, packed)
     found: dict[tuple[str, str], Any] = run_all(groups, runs, save_dir)
     validated = {"data.path": data, "data.num_workers": 0, "data.seq_length": 128, "validation.eval_interval": 1}
-    for kind in (kind for kind in kinds if kind in ("distributed", MODES[-1])):
+    for kind in kinds:
+        if "validation" not in names_of(kind, groups.world_size, replicas):
+            continue
         flags = validated | SHORT | (DISTRIBUTED if kind == "distributed" else sharded(kind, replicas))
         found["validation", kind] = train_and_validate(groups, checkpoint, save_dir, flags, 2)
     return found

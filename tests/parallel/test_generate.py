@@ -109,7 +109,9 @@ def answered(root: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 def test_tokens_are_those_of_transformers(expected: dict[str, Any], tp: int, pp: int) -> None:
-    cases = {case.name: expected[case.name] for case in CASES if case.layouts is None or (tp, pp) in case.layouts}
+    # One kind of parallelism alone has half of the models, both together all.
+    chosen = CASES if tp == pp else CASES[tp - 1 :: 2]
+    cases = {case.name: expected[case.name] for case in chosen if case.layouts is None or (tp, pp) in case.layouts}
     jobs = {name: (x["megatron"], x["asked"]) for name, x in cases.items()}
     ranks = run_world(tp * pp, generate_checks.answers, tp=tp, pp=pp, jobs=jobs, num_new=NUM_NEW)
     for found in ranks:
@@ -135,7 +137,7 @@ def test_other_settings_and_layouts(expected: dict[str, Any]) -> None:
     case = expected[CASES[0].name]
     given = {"root": case["megatron"], "asked": case["asked"], "num_new": NUM_NEW}
     drawn = None
-    for tp, pp in LAYOUTS:
+    for tp, pp in ((1, 1), (2, 2)):
         for found in run_world(tp * pp, generate_checks.with_options, tp=tp, pp=pp, **given):
             assert found.pop("penalty") == expected["penalty"] != case["answers"]
             draws = [found.pop(name) for name in ("drawn", "drawn, other rows", "other draws")]

@@ -5,11 +5,11 @@
         --fp8 none delayed --peer hf hf-fp8 hf-padded --rounds 2
 
 Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory, fill and
-"÷ first", tokens/s as a multiple of the first configuration's. With --weights or --lora-r all layouts load the same weights (random
-ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first configuration's,
-which reads the same samples. With --cuda-graphs off on every configuration also runs without graphs, and "loss off %"
-is how far its losses are from those of the same one without. With --bubble one more step of each pipelined layout is
-profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it should be
+"÷ first", tokens/s as a multiple of the first configuration's. With --weights or --lora-r all layouts load the same
+weights (random ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first
+configuration's, which reads the same samples. With --cuda-graphs off on every configuration also runs without graphs,
+and "loss off %" is how far its losses are from those of the same one without. With --bubble one more step of each
+pipelined layout is profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it should be
 (`benchmarks/read_trace.py`), of the time of all passes. With --spread one more step of every layout is profiled on all
 ranks: "slowest ÷ mean" compares for how long their GPUs compute, without messages. With --traces one more step of every
 layout is profiled, and its trace copied to a folder. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on

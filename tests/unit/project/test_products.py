@@ -125,6 +125,9 @@ def test_yaml_files_are_those_of_ours(tmp_path: Path) -> None:
     assert not train["gradient_checkpointing"]["enable"] and train["init_device"] == "meta"
     train = written(tmp_path, "veomni", True, "--train-vision")["train"]
     assert train["gradient_checkpointing"]["enable"] and train["accelerator"]["fsdp_config"]["reshard_after_forward"]
+    config = written(tmp_path, "lmms", False, "--seq-length", "2048", "--lr", "3e-5", "--train-vision")
+    assert config["dataset_config"]["packing_length"] == 2048 and config["trainer_args"]["learning_rate"] == 3e-5
+    assert config["trainer_args"]["lr_scheduler_kwargs"] == {"start_factor": 1.0}
 
 
 def test_one_gpu_has_no_fsdp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def import_weights(folder: Path, shape: str) -> str:
 
 def remove_weights(folder: Path, shape: str, later: Sequence[Entry]) -> None:
     """Delete weights of a shape that no later run needs. `later`: the runs to come."""
-    whats = [entry for entry in later if entry.shape == shape]
-    if all(entry.is_peer for entry in whats):
+    needing = [entry for entry in later if entry.shape == shape]
+    if all(entry.is_peer for entry in needing):
         shutil.rmtree(folder / f"{shape}-megatron", ignore_errors=True)
-    if not any(entry.what in PRODUCTS for entry in whats):
+    if not any(entry.what in PRODUCTS for entry in needing):
         shutil.rmtree(products_folder(folder, shape), ignore_errors=True)
 
 

@@ -65,7 +65,7 @@ def chosen(args: argparse.Namespace, shape: str, sizes: Sequence[tuple[int, int,
 
 
 def products_folder(folder: Path, shape: str) -> Path:
-    """Return where the products' weights, images and lists of a shape lie."""
+    """Return the folder of the weights, images and lists of a shape that the products read."""
     return folder / f"{shape}-products"
 
 

@@ -45,7 +45,7 @@ def test_no_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> list[tuple[list[str], list[str]]]:
-    """Run train_step without its runs; return the command of each, and what then lies in the folder."""
+    """Run train_step without its runs; return the command of each, and what is then in the folder."""
     seen: list[tuple[list[str], list[str]]] = []
 
     def fake(command: Sequence[str], result: Path) -> tuple[list[dict[str, Any]], str]:

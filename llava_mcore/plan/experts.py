@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llava_mcore.plan.seconds import Machine
 
 
-class Mixture(NamedTuple):
+class MixtureCost(NamedTuple):
     """A mixture's forward pass in a layer.
 
     products, messages: seconds. of_matrices: seconds of the products for the gradients of matrices, which experts never
@@ -30,11 +30,11 @@ class Mixture(NamedTuple):
     quantized: float = 0.0
 
 
-def mixture_of(model: Model, layout: RunLayout, work: Work, machine: Machine) -> Mixture:
+def mixture_of(model: Model, layout: RunLayout, work: Work, machine: Machine) -> MixtureCost:
     """Return what a layer's mixture computes, sends, moves and quantizes."""
     d, e, fp8 = model.decoder, model.decoder.experts, layout.fp8 != "none"
     if e is None:
-        return Mixture()
+        return MixtureCost()
     tokens = work.computed / (layout.tp if layout.sequence_parallel else 1)
     rows = tokens * layout.ep * layout.etp * e.chosen / e.count
     local, width = e.count / layout.ep, e.ffn / layout.etp
@@ -53,7 +53,7 @@ def mixture_of(model: Model, layout: RunLayout, work: Work, machine: Machine) ->
     moved = tokens * e.chosen * (16 * d.hidden + 6 * e.ffn)
     # Rows are read in bf16 and written in FP8: inputs of both matrices, and the gradients of their outputs.
     quantized = tokens * e.chosen * 3 * (2 * d.hidden + 3 * e.ffn) / 3
-    return Mixture(grouped + others, in_bf16 + others, messages, moved, quantized)
+    return MixtureCost(grouped + others, in_bf16 + others, messages, moved, quantized)
 
 
 def expert_gradients(model: Model, layout: RunLayout, work: Work) -> float:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from llava_mcore.models.kernels import logit_gradients, quantize_fp8
+from llava_mcore.models.kernels import add_gradients, logit_gradients, quantize_fp8
 from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
 from llava_mcore.models.kernels.window_attention import WindowAttention
 from llava_mcore.models.rotary import rotate, split_rotated
@@ -32,6 +32,8 @@ LOGITS = ((8192, 8192), (5000, 4097), (128, 101), (128, 0))
 
 MATRICES = ((2, 48, 80), (1, 300, 64), (3, 1, 130))
 """Matrices, their rows and columns, of which tiles have 128 and 64: tiles that are full and such that are not."""
+SUMS = ((5, 3000), (4096,), (0, 7), (3,))
+"""Gradients that are added to sums: blocks that are full and such that are not."""
 
 
 def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: list[Tensor]) -> None:
@@ -90,6 +92,13 @@ def fp8(*shape: int) -> None:
         torch.testing.assert_close(one.scales, other.scales, rtol=1e-5, atol=0)
 
 
+def sums(*shape: int) -> None:
+    total, gradient = torch.randn(shape), torch.randn(shape).half()
+    expected = total + gradient
+    add_gradients.add_gradient(total, gradient)
+    assert torch.equal(total, expected)
+
+
 def main() -> None:
     torch.manual_seed(0)
     for shape in HEADS:
@@ -100,7 +109,9 @@ def main() -> None:
         losses(*sizes)
     for shape in MATRICES:
         fp8(*shape)
-    print(f"{len(HEADS) + len(WINDOWS) + len(LOGITS) + len(MATRICES)} shapes agree")
+    for shape in SUMS:
+        sums(*shape)
+    print(f"{len(HEADS) + len(WINDOWS) + len(LOGITS) + len(MATRICES) + len(SUMS)} shapes agree")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,13 @@ def added_to_main_grad(weight: Tensor, gradient: Tensor) -> Tensor:
     marks = vars(weight)
     if "main_grad" not in marks:
         return gradient
-    marks["main_grad"].add_(gradient)
+    total = marks["main_grad"]
+    if gradient.device.type == "cuda" and total.dtype == torch.float32 and total.is_contiguous():
+        from llava_mcore.models.kernels.add_gradients import add_gradient  # on GPUs only
+
+        add_gradient(total, gradient)
+    else:
+        total.add_(gradient)
     marks["grad_added_to_main_grad"] = True
     return _placeholder(gradient.shape, gradient.dtype, gradient.device).detach()
 

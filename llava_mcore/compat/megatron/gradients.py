@@ -11,12 +11,12 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.nn import Parameter
 
 from llava_mcore.compat.required import replace_name, required
+from llava_mcore.compat.torch import multiply
 
 
 def gradient_ranges(wrapped: DistributedDataParallel, parameters: Container[Parameter]) -> Iterator[Tensor]:
@@ -64,7 +64,7 @@ def scale_at_full_bandwidth(wrapped: DistributedDataParallel) -> None:
 
 def _scale(buffer: Any, factor: Tensor | float) -> None:
     parts = [*required(buffer, "grad_data").split(_PART), *required(buffer, "extra_main_grads")]
-    torch._foreach_mul_(parts, factor)
+    multiply(parts, factor)
 
 
 _PART = 2**30

@@ -68,7 +68,8 @@ class MuonSettings:
 
     def orthogonalize(self, matrix: Tensor) -> Tensor:
         """Return an update of a matrix, or of each of a stack of them."""
-        scale = scale_of(*matrix.shape[-2:], self.scale) * self.scale_factor
+        *_, rows, columns = matrix.shape
+        scale = scale_of(rows, columns, self.scale) * self.scale_factor
         return orthogonalized(matrix, self.coefficients, scale=scale, dtype=self.dtype)
 
 

@@ -1,15 +1,18 @@
 """Tokens per second of answers from a Megatron checkpoint: with the key/value cache, and recomputing the prefix.
 
-    python -m benchmarks.generate [--hf-dir DIR] [--num-new 64] [--device cpu]
+    python -m benchmarks.generate [--hf-dir DIR] [--num-new 64] [--device cpu] [--transformers]
+    torchrun --nproc-per-node 2 -m benchmarks.generate --shape llava-1.5-7b    # tensor parallel over two GPUs
 
-Without --hf-dir a random model of SmolLM2-135M's sizes is created, with a CLIP tower of 256 patches. Answers never end
-early. Prints a table in Markdown; the tokens of all rows are checked to be the same.
+Without --hf-dir and --shape a random model of SmolLM2-135M's sizes is created, with a CLIP tower of 256 patches.
+Answers never end early. Prints a table in Markdown; on a CPU the tokens with and without the cache are checked to be
+the same. With --transformers also the `generate` of Hugging Face's class, with random weights of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -17,8 +20,15 @@ from pathlib import Path
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PretrainedConfig
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+)
 
+from benchmarks.shapes import SHAPES, make_hf_folder
 from llava_mcore.data.samples import Batch
 from llava_mcore.inference.generation.cache import cached_rows
 from llava_mcore.inference.generation.generate import generate, most_probable
@@ -31,7 +41,7 @@ from llava_mcore.models.architectures.registry import architecture_of, features_
 from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.features import image_side
-from llava_mcore.parallel.groups import Groups, join_alone
+from llava_mcore.parallel.groups import Groups, initialize, join_alone, shut_down
 from llava_mcore.parallel.share import share_step
 
 IMAGE_TOKEN = 3
@@ -118,41 +128,97 @@ def timed(
     return time.perf_counter() - start, [found[number] for number in range(len(prompts))]
 
 
+def by_transformers(
+    hf: PretrainedConfig, prompts: list[Prompt], num_new: int, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Return the seconds that Hugging Face's class needs for the prompts in one batch."""
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(hf).to(device=device, dtype=dtype).eval()
+    ids = torch.cat([prompt.batch.input_ids for prompt in prompts]).to(device)
+    pixels = torch.cat([prompt.batch.media[PIXEL_VALUES] for prompt in prompts]).to(device=device, dtype=dtype)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+    def answer(length: int) -> None:
+        new = {"min_new_tokens": length, "max_new_tokens": length, "do_sample": False, "pad_token_id": 0}
+        assert model.generate(**inputs, **new).shape[1] == ids.shape[1] + length
+
+    answer(2)  # warm up
+    start = time.perf_counter()
+    answer(num_new)
+    return time.perf_counter() - start
+
+
 def main() -> None:
     """Measure and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    of_llava = [name for name, shape in SHAPES.items() if shape.kind == "llava"]
     p.add_argument("--hf-dir", type=Path, help="take the sizes of this folder's config.json")
+    p.add_argument("--shape", choices=of_llava, help="take these sizes")
     p.add_argument("--num-new", type=int, default=64, help="tokens of an answer")
     p.add_argument("--num-text", type=int, default=44, help="tokens of a prompt beside its image")
     p.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8], help="numbers of prompts at the same time")
+    p.add_argument("--transformers", action="store_true", help="also measure Hugging Face's class")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = p.parse_args()
-    device = torch.device(args.device)
-    hf = random_config() if args.hf_dir is None else load_hf_config(args.hf_dir)
-    groups = dataclasses.replace(join_alone(), device=device)
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    options = ModelOptions(params_dtype=dtype, on_cpu=args.device == "cpu")
-    model = VisionLanguageModel(hf, options).to(device=device, dtype=dtype).eval()
     with tempfile.TemporaryDirectory() as folder:
+        if args.shape is not None:
+            make_hf_folder(Path(folder), args.shape, seq_length=4096)
+        place = Path(folder) if args.shape is not None else args.hf_dir
+        hf = random_config() if place is None else load_hf_config(place)
         settings = read_settings(Path(folder), hf, None, max_new_tokens=args.num_new, sampling=TokenSampling())
     settings = dataclasses.replace(settings, end_ids=frozenset())
+    measure(args, hf, settings)
+
+
+def measure(args: argparse.Namespace, hf: PretrainedConfig, settings: Settings) -> None:
+    """Print the table, on the first of torchrun's processes if there are several."""
+    groups, dtype = groups_on(args.device), torch.bfloat16 if args.device == "cuda" else torch.float32
+    options = ModelOptions(params_dtype=dtype, on_cpu=args.device == "cpu")
+    model = VisionLanguageModel(hf, options).to(device=groups.device, dtype=dtype).eval()
     prompts = [make_prompt(hf, seed, args.num_text) for seed in range(max(args.rows))]
-    timed(model, groups, prompts[:1], dataclasses.replace(settings, max_new_tokens=2), 1)  # warm up
+
+    # Warm up, then without the cache.
+    timed(model, groups, prompts[:1], dataclasses.replace(settings, max_new_tokens=2), 1)
     recompute(model, groups, prompts[0], 1)
     start = time.perf_counter()
     expected = recompute(model, groups, prompts[0], args.num_new)
     plain = args.num_new / (time.perf_counter() - start)
-    print(f"{args.device}, {dtype}, prompts of {prompts[0].length} tokens, answers of {args.num_new}")
-    print("\n| | tokens/s | times |\n|---|---|---|")
-    print(f"| recomputing the prefix | {plain:.1f} | 1 |")
+    lines = [f"{args.device}, {dtype}, tp {groups.tp_size}, prompts of {prompts[0].length} tokens, "]
+    lines[0] += f"answers of {args.num_new}\n"
+    lines += ["| | tokens/s | times |", "|---|---|---|", f"| recomputing the prefix | {plain:.1f} | 1 |"]
+
+    # With it, some prompts at a time, and transformers beside it.
+    rates = []
     for num_rows in args.rows:
         seconds, tokens = timed(model, groups, prompts[:num_rows], settings, num_rows)
         if args.device == "cpu" and tokens[0] != expected:
             raise SystemExit("the cache changes the answer")
-        speed = num_rows * args.num_new / seconds
-        print(
-            f"| cache, {num_rows} prompt{'s' if num_rows > 1 else ''} at a time | {speed:.1f} | {speed / plain:.1f} |"
-        )
+        rates.append((f"cache, {prompts_of(num_rows)}", num_rows * args.num_new / seconds))
+    if args.transformers and groups.rank == 0:
+        del model
+        for num_rows in args.rows:
+            seconds = by_transformers(hf, prompts[:num_rows], args.num_new, groups.device, dtype)
+            rates.append((f"transformers, {prompts_of(num_rows)}", num_rows * args.num_new / seconds))
+    lines += [f"| {name} | {speed:.1f} | {speed / plain:.1f} |" for name, speed in rates]
+    if groups.rank == 0:
+        print("\n".join(lines))
+    shut_down()
+
+
+def groups_on(device: str) -> Groups:
+    """Join torchrun's processes, which divide the model's matrices, or run alone."""
+    if "WORLD_SIZE" not in os.environ:
+        return dataclasses.replace(join_alone(), device=torch.device(device))
+    return initialize(
+        backend="nccl" if device == "cuda" else "gloo",
+        tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]),
+        pipeline_model_parallel_size=1,
+    )
+
+
+def prompts_of(number: int) -> str:
+    """Return how many prompts are answered at a time, in words."""
+    return f"{number} prompt{'s' if number > 1 else ''} at a time"
 
 
 if __name__ == "__main__":

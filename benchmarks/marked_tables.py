@@ -38,6 +38,9 @@ MEASURED = {
     "train_step_qwen2_5_vl_2": "Qwen2.5-VL-7B, tower trained",
     "train_step_qwen2_5_vl_2_frozen": "Qwen2.5-VL-7B",
     "train_step_qwen2_audio_1": "Qwen2-Audio-7B, 8 of 32 layers",
+    "train_step_qwen3_vl_8b_1": "Qwen3-VL-8B, tower trained, 16 of 36 layers",
+    "train_step_qwen3_5_9b_1": "Qwen3.5-9B, 12 of 32 layers",
+    "train_step_qwen2_5_vl_1_long_128k": "Qwen2.5-VL-7B, 14 of 28 layers, packs of 131,072 tokens",
     "train_step_qwen3_vl_moe_4": "Qwen3-VL-30B-A3B, ep 4",
     "train_step_qwen3_vl_moe_4_12_layers": "Qwen3-VL-30B-A3B, ep 4, 12 of 48 layers",
     "train_step_13b_2_pp": "LLaVA-1.5-13B, pp 2",
@@ -54,10 +57,7 @@ PRODUCTS = {
     "products_qwen2_5_vl_7b_lora": "Qwen2.5-VL-7B, LoRA",
 }
 """Files of runs beside products: those that exist come first in the tables."""
-ON_FRONT_PAGE = (
-    *("train_step_7b_2", "train_step_onevision_2", "train_step_qwen2_5_vl_2"),
-    *("adapters_7b", "adapters_7b_nf4"),
-)
+ON_FRONT_PAGE = ("train_step_7b_2", "train_step_onevision_2", "train_step_qwen2_5_vl_2", "adapters_7b_nf4")
 CHAOS_ROW = re.compile(r"^\| ([\w -]+) \| (\d+) \| (\d+) \| [\d.]+ s \|$", re.MULTILINE)
 """What happened, rounds, rounds that ended as they should."""
 QWEN_FROZEN = "train_step_qwen2_5_vl_2_frozen"

@@ -72,7 +72,7 @@ def main() -> None:
 def compare(row: Row, model: Model, fit: Efficiency | None = None) -> Compared:
     """Predict a row. `model`: with as many layers as the row's."""
     sizes = SHAPES[row.shape].sizes
-    samples = like_llava(sizes) if sizes else spoken()
+    samples = like_llava(sizes, row.images) if sizes else spoken()
     layout = layout_of(row.run, row.world, model.decoder.num_layers)
     machine = Machine(gpu_named(row.gpu), fit or Efficiency())
     return Compared(row, predict(model, layout, packs_for(model, layout, samples), machine))

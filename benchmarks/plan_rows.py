@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.products import PRODUCTS
 from llava_mcore.config.load import load_run_config
 from llava_mcore.config.schema import RunConfig
 
@@ -48,6 +49,8 @@ ALLOCATED = (
     "train_step_qwen2_audio_1.json",
 )
 """Files from before `GiB` counted what torch has reserved: theirs is the peak of what was allocated."""
+PEERS = ("Hugging Face", *(product.title.split(" ")[0] for product in PRODUCTS.values()))
+"""What the names of rows that are not ours contain."""
 
 # Four H200s, 96 packs of 4,096 tokens per step, BF16, tower frozen; not in benchmarks/results.
 _FOUR = (
@@ -64,7 +67,15 @@ _TOWERS = {"whole": "on", "divided": "off", "": "auto"}
 
 @dataclass(frozen=True)
 class Row:
-    """A measured run. `layers`: of a shortened decoder. `gib`, `seconds`: measured; gib None: not measured."""
+    """A measured run.
+
+    Attributes:
+        layers: of a shortened decoder.
+        seconds: of a step.
+        gib: the fullest GPU's peak; None if it was not measured.
+        allocated: whether the peak is of what was allocated, not reserved.
+        images: of a sample, if it has any.
+    """
 
     source: str
     number: int
@@ -76,6 +87,7 @@ class Row:
     seconds: float
     gib: float | None
     allocated: bool = False
+    images: int = 1
 
     @property
     def is_fitted(self) -> bool:
@@ -111,12 +123,14 @@ def _train_step(file: Path) -> Iterator[Row]:
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--images", type=int, default=1)
+    parser.add_argument("--lora-r", type=int)
     parser.add_argument("--train-vision", action="store_true")
     args, rest = parser.parse_known_args([str(x) for x in record["about"]["command"]])
     keys = [x for x in rest if "=" in x and not x.startswith("-")]
     for number, row in enumerate(record["rows"]):
         what = str(row["what"])
-        if "s/step" not in row or any(name in what for name in ("Hugging Face", "Megatron-SWIFT", "lmms-engine")):
+        if "s/step" not in row or any(name in what for name in PEERS):
             continue
         flags: dict[str, Any] = {
             "parallel.tensor_model_parallel_size": row["tp"],
@@ -130,6 +144,8 @@ def _train_step(file: Path) -> Iterator[Row]:
             "model.freeze_vision_model": not args.train_vision,
             "parallel.vision_data_parallel": _TOWERS[row.get("tower", "divided" if row["tp"] > 1 else "")],
         }
+        if args.lora_r:
+            flags["adapter.r"] = args.lora_r
         more = list(keys)
         recipe, _, tower = what.partition("+")
         if recipe in ("delayed", "tensorwise", "blockwise"):
@@ -145,7 +161,8 @@ def _train_step(file: Path) -> Iterator[Row]:
         world = row["tp"] * row.get("cp", 1) * row["pp"] * row["dp"]
         run = _run(flags, more)
         seconds, gib, old = row["s/step"], row["GiB"], file.name in ALLOCATED
-        yield Row(file.name, number, row["shape"], args.layers, _gpu(record["about"]), world, run, seconds, gib, old)
+        gpu = _gpu(record["about"])
+        yield Row(file.name, number, row["shape"], args.layers, gpu, world, run, seconds, gib, old, args.images)
 
 
 def _adapters(file: Path) -> Iterator[Row]:

@@ -18,6 +18,8 @@ from llava_mcore.processes.parent import tied_command
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 """What --fp8-recipe takes."""
+DISK_FULL = "No space left on device"
+"""How the system says it."""
 
 
 def training_command(options: Mapping[str, object], *more: object) -> list[str]:
@@ -35,7 +37,8 @@ def training_command(options: Mapping[str, object], *more: object) -> list[str]:
 def run_command(
     command: Sequence[str], result: Path, env: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run it, with `env` added to the environment; return the lines of its result, or the end of what it printed.
+    """Run it, with `env` added to the environment; return the lines of its result, or the end of what it printed,
+    one line of it where the disk was full.
 
     Interrupted, as by `timeout --signal INT`, it prints how far the run has got.
     """
@@ -47,7 +50,16 @@ def run_command(
         except KeyboardInterrupt:
             print(_end_of(said), flush=True)
             raise
-        return ([], _end_of(said)) if done.returncode else (read_lines(result), "")
+        if done.returncode == 0:
+            return read_lines(result), ""
+        end = _end_of(said)
+        return [], (disk_full(end) if DISK_FULL in end else end)
+
+
+def disk_full(text: str) -> str:
+    """Return one line from what a run printed before it died of a full disk."""
+    lines = [line.strip() for line in text.splitlines() if DISK_FULL in line]
+    return f"the disk was full: {lines[-1]}"
 
 
 def _end_of(file: TextIO) -> str:

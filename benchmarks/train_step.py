@@ -5,11 +5,11 @@
         --fp8 none delayed --peer hf hf-fp8 hf-padded --rounds 2
 
 Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real tokens, dense BF16 peak), memory, fill and
-"÷ first", tokens/s as a multiple of the first configuration's. With --weights all layouts load the same weights (random
-ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first configuration's,
-which reads the same samples. With --cuda-graphs off on every configuration also runs without graphs, and "loss off %"
-is how far its losses are from those of the same one without. With --bubble one more step of each pipelined layout is
-profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it should be
+"÷ first", tokens/s as a multiple of the first configuration's. With --weights or --lora-r all layouts load the same
+weights (random ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first
+configuration's, which reads the same samples. With --cuda-graphs off on every configuration also runs without graphs,
+and "loss off %" is how far its losses are from those of the same one without. With --bubble one more step of each
+pipelined layout is profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it should be
 (`benchmarks/read_trace.py`), of the time of all passes. With --spread one more step of every layout is profiled on all
 ranks: "slowest ÷ mean" compares for how long their GPUs compute, without messages. With --traces one more step of every
 layout is profiled, and its trace copied to a folder. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on
@@ -23,70 +23,95 @@ import argparse
 import json
 import math
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
-import torch
+from safetensors import SafetensorError
 
 from benchmarks import read_trace
 from benchmarks.material import make_audio_shards, make_shards, make_weights
-from benchmarks.peer_model import Reshard
-from benchmarks.peers.run import chosen, product, refused
-from benchmarks.record import RESERVED, ROOT, show, write_record
-from benchmarks.runs import RECIPES, run_command, training_command
+from benchmarks.peers.run import chosen, product, products_folder
+from benchmarks.record import RESERVED, show, write_record
+from benchmarks.runs import DISK_FULL, disk_full, run_command, training_command
 from benchmarks.shapes import SHAPES, Size, make_hf_folder
+from benchmarks.train_step_options import GRAPHS, LOADERS, WITH_TOWER, parse, sizes, streams
 from benchmarks.train_step_peer import peer
 from benchmarks.train_step_rows import PEERS, PRODUCTS, Entry, row_of
-
-GRAPHS = {
-    "off": (),
-    "on": ("model.cuda_graphs=true",),
-    "vision": ("model.cuda_graphs=true", "model.cuda_graphs_vision=true"),
-}
-"""What --cuda-graphs takes."""
-WITH_TOWER = "+vision"
-"""After a recipe: --fp8-vision."""
-LOADERS = 4
-"""Loader processes per GPU. The rank that loads data for tp x pp ranks has those of all of them."""
+from benchmarks.work_folder import work_folder
 
 
 def main() -> None:
     """Measure every configuration in turns and print the table."""
-    args = parse()
-    with tempfile.TemporaryDirectory(dir=args.work) as work:
-        folder = Path(work)
-        entries, data = [], {}
-        for shape in args.shape:
-            sizes = SHAPES[shape].sizes
-            if sizes not in data:
-                of_images = f"-{args.images}-images" if args.images > 1 else ""
-                data[sizes] = (args.data or folder) / f"{shape}-{args.samples}{of_images}"
-                if not data[sizes].exists():
-                    make_data(data[sizes], sizes, args.samples, args.images)
-            make_hf_folder(folder / shape, shape, seq_length=args.seq_length, num_layers=args.layers)
-            entries += planned(args, shape)
-            if args.weights:
-                make_weights(folder / shape)
-                convert = [sys.executable, "-m", "llava_mcore", "import-hf", "--hf-dir", folder / shape]
-                subprocess.run([*convert, "--megatron-dir", folder / f"{shape}-megatron"], cwd=ROOT, check=True)
-        for number in range(args.rounds):
-            for place, entry in enumerate(entries):
-                if not entry.error:
-                    run = product if entry.what in PRODUCTS else peer if entry.is_peer else ours
-                    shards = data[SHAPES[entry.shape].sizes]
-                    run(args, entry, folder, shards, folder / f"{place}-{number}")
-                    print(json.dumps(row_of(args, entry, entries)), flush=True)
-                    write(args, entries)
+    args = parse(__doc__ or "")
+    with work_folder(args.work) as folder:
+        entries = [entry for shape in args.shape for entry in planned(args, shape)]
+        turns = [(number, place, entry) for number in range(args.rounds) for place, entry in enumerate(entries)]
+        for turn, (number, place, entry) in enumerate(turns):
+            if not entry.error:
+                out = folder / f"{place}-{number}"
+                measure(args, entry, folder, out)
+                shutil.rmtree(out, ignore_errors=True)
+                print(json.dumps(row_of(args, entry, entries)), flush=True)
+                write(args, entries)
+            remove_weights(folder, entry.shape, [later for _, _, later in turns[turn + 1 :] if not later.error])
     show([row_of(args, entry, entries) for entry in entries], leave_out=("loss", "error", "stack"))
     for entry in entries:
         if entry.stack:
             print(f"{entry.shape} {entry.what}: {entry.stack}")
         if entry.error:
             print(f"{entry.shape} {entry.what} tp {entry.tp} pp {entry.pp}:\n{entry.error}")
+
+
+def measure(args: argparse.Namespace, entry: Entry, folder: Path, out: Path) -> None:
+    """Run a configuration once, and first make what it needs; a full disk ends the row, not the others."""
+    run = product if entry.what in PRODUCTS else peer if entry.is_peer else ours
+    try:
+        data = made_data(args, entry.shape, folder)
+        if not (folder / entry.shape).exists():
+            make_hf_folder(folder / entry.shape, entry.shape, seq_length=args.seq_length, num_layers=args.layers)
+        if args.weights and not entry.is_peer:
+            entry.error = import_weights(folder, entry.shape)
+        if not entry.error:
+            run(args, entry, folder, data, out)
+    except (OSError, SafetensorError) as error:
+        if DISK_FULL not in str(error):
+            raise
+        entry.error = disk_full(str(error))
+
+
+def import_weights(folder: Path, shape: str) -> str:
+    """Make random weights of a shape in our form, once for all its layouts; return what went wrong, or nothing."""
+    where, parts = folder / f"{shape}-megatron", folder / f"{shape}-weights"
+    if where.exists():
+        return ""
+    try:
+        shutil.copytree(folder / shape, parts)
+        make_weights(parts)
+        convert = ["-m", "llava_mcore", "import-hf", "--hf-dir", str(parts), "--megatron-dir", str(where)]
+        return run_command([sys.executable, *convert], where / "no lines")[1]
+    finally:
+        shutil.rmtree(parts, ignore_errors=True)
+
+
+def remove_weights(folder: Path, shape: str, later: Sequence[Entry]) -> None:
+    """Delete weights of a shape that no later run needs. `later`: the runs to come."""
+    needing = [entry for entry in later if entry.shape == shape]
+    if all(entry.is_peer for entry in needing):
+        shutil.rmtree(folder / f"{shape}-megatron", ignore_errors=True)
+    if not any(entry.what in PRODUCTS for entry in needing):
+        shutil.rmtree(products_folder(folder, shape), ignore_errors=True)
+
+
+def made_data(args: argparse.Namespace, shape: str, folder: Path) -> Path:
+    """Return the shards of a shape's images, made unless there are some."""
+    sizes = SHAPES[shape].sizes
+    first = next(name for name in args.shape if SHAPES[name].sizes == sizes)  # shapes share them
+    of_images = f"-{args.images}-images" if args.images > 1 else ""
+    data: Path = (args.data or folder) / f"{first}-{args.samples}{of_images}"
+    if not data.exists():
+        make_data(data, sizes, args.samples, args.images)
+    return data
 
 
 def make_data(where: Path, sizes: Sequence[Size], num_samples: int, num_images: int) -> None:
@@ -107,103 +132,6 @@ def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
         write_record(args.json, rows, gpus=args.gpus, memory=RESERVED)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["llava-1b"])
-    parser.add_argument(
-        "--layouts", nargs="+", default=["1,1"], help="tp,pp or tp,pp,micro-batch size; data parallel over the rest"
-    )
-    parser.add_argument(
-        "--fp8",
-        nargs="+",
-        default=["none"],
-        choices=["none", *RECIPES, *(recipe + WITH_TOWER for recipe in RECIPES)],
-        help=f"recipes; {WITH_TOWER}: in a trained tower too",
-    )
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="without any: CPU processes")
-    parser.add_argument(
-        "--cp", nargs="+", type=int, default=[1], help="ranks that divide samples; every layout of ours with each"
-    )
-    parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts, in every layout of ours")
-    parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
-    parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--layers", type=int, help="shorten the decoder")
-    parser.add_argument("--iters", type=int, default=12)
-    parser.add_argument("--warm-up", type=int, default=4, help="first iterations that do not count")
-    parser.add_argument("--samples", type=int, default=4000)
-    parser.add_argument("--images", type=int, default=1, help="of a sample, for long ones")
-    parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
-    parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
-    parser.add_argument("--lora-r", type=int, help="train adapters of the decoder, ours and the products'")
-    parser.add_argument(
-        "--cuda-graphs", nargs="+", default=["off"], choices=GRAPHS, help="vision: of a trained tower too"
-    )
-    parser.add_argument(
-        "--vision-data-parallel",
-        action="store_true",
-        help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the images",
-    )
-    parser.add_argument(
-        "--fsdp",
-        nargs="+",
-        default=["none"],
-        choices=["none", "optim", "optim_grads", "optim_grads_params"],
-        help="run each layout with these; none: the distributed optimizer",
-    )
-    parser.add_argument(
-        "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
-    )
-    parser.add_argument("--bubble", action="store_true", help="profile one step more where pp > 1")
-    parser.add_argument("--spread", action="store_true", help="profile one step more of ours on all ranks")
-    parser.add_argument("--traces", type=Path, help="profile one step more of ours, and keep the trace in this folder")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peer", nargs="+", choices=[*PEERS, *PRODUCTS], default=[], help="compare with them")
-    parser.add_argument("--peer-packages", type=Path, help="folder of benchmarks.peers.install, for products")
-    parser.add_argument("--peer-micro-batch-size", type=int, help="packs of a packed peer (default: as ours)")
-    parser.add_argument(
-        "--peer-reshard",
-        choices=get_args(Reshard),
-        default="backward",
-        help="how long a peer keeps gathered weights: until the end of a forward pass, a backward pass, or a step",
-    )
-    parser.add_argument("--peer-compile", action="store_true", help="compile the peers' decoder layers")
-    parser.add_argument("--padded-micro-batch-size", type=int, default=16, help="samples; recomputes decoder layers")
-    parser.add_argument("--padded-micro-batches", type=int, default=4, help="of a step of the padded peer")
-    parser.add_argument("--data", type=Path, help="keep the shards in this folder, for later runs")
-    parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
-    return parser
-
-
-def parse() -> argparse.Namespace:
-    """Read the command line."""
-    parser = make_parser()
-    args = parser.parse_intermixed_args()  # overrides may stand between or after the options
-    args.peer_micro_batch_size = args.peer_micro_batch_size or args.micro_batch_size
-    problem = refused(args)
-    if problem:
-        parser.error(problem)
-    if args.peer and args.global_batch_size % (args.peer_micro_batch_size * max(1, args.gpus)):
-        parser.error("--global-batch-size must be a multiple of --peer-micro-batch-size times --gpus")
-    micro_batch_sizes = {size for _, _, size in sizes(args)}
-    bad = [size for size in micro_batch_sizes if args.global_batch_size % (size * streams(args))]
-    if args.weights and len(micro_batch_sizes) > 1 and bad:
-        parser.error(
-            "layouts with unequal micro-batch sizes read the same samples in a step only if --global-batch-size is a "
-            f"multiple of each times the {streams(args)} streams of the data, which it is not for {bad}"
-        )
-    return args
-
-
-def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
-    """Return tp, pp and micro-batch size of every layout."""
-    layouts = [tuple(int(x) for x in layout.split(",")) for layout in args.layouts]
-    return [(tp, pp, more[0] if more else args.micro_batch_size) for tp, pp, *more in layouts]
-
-
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
     entries = [
@@ -221,11 +149,6 @@ def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
         Entry(shape, name, 1, 1, *(padded if name == "hf-padded" else packed)) for name in args.peer if name in PEERS
     ]
     return entries + peers + chosen(args, shape, sizes(args))
-
-
-def streams(args: argparse.Namespace) -> int:
-    """Return how many streams every configuration divides the data into."""
-    return LOADERS * args.gpus
 
 
 def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:

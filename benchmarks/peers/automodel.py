@@ -1,5 +1,9 @@
 """NeMo Automodel: the YAML file of its recipe for vision-language models, with the settings that its documents
 recommend for speed: neat packing, FlashAttention, FSDP2 with gathered weights kept, Liger, Transformer Engine's loss.
+
+Its guide to mixed precision has two patterns with fp32 master weights. On several GPUs: fp32 weights in FSDP2's shards
+with torch's AdamW. On one GPU it does not apply FSDP2, which would cast them: there bf16 weights with Transformer
+Engine's FusedAdam, which keeps the other 16 bits of each.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ def command(args: argparse.Namespace, entry: Entry, kind: str, folder: Path, out
         **_model(args, folder, has_gpu),
         **_data(args, folder, has_gpu),
         **_steps(args, entry),
+        "optimizer": _optimizer(args, has_gpu),
         "distributed": _distributed(recompute),
     }
     file = out / "automodel.yaml"
@@ -43,13 +48,13 @@ def command(args: argparse.Namespace, entry: Entry, kind: str, folder: Path, out
 
 
 def _model(args: argparse.Namespace, folder: Path, has_gpu: bool) -> dict[str, Any]:
-    """Model, loss and what is trained. fp32 in the shards: their documents' second pattern for mixed precision."""
+    """Model, loss and what is trained."""
     loss = "te_parallel_ce.TEParallelCrossEntropy" if has_gpu else "masked_ce.MaskedCrossEntropy"
     config: dict[str, Any] = {
         "model": {
             "_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained",
             "pretrained_model_name_or_path": str(folder / "hf"),
-            "torch_dtype": "float32",
+            "torch_dtype": "bfloat16" if _fused_adam(args, has_gpu) else "float32",
             "attn_implementation": "flash_attention_2" if has_gpu else "sdpa",
             "use_liger_kernel": has_gpu,
         },
@@ -103,13 +108,29 @@ def _steps(args: argparse.Namespace, entry: Entry) -> dict[str, Any]:
             "save_checkpoint_every_epoch": False,
             "gc_every_steps": 10,
         },
-        "optimizer": {
-            "_target_": "torch.optim.AdamW",
-            "lr": args.lr,
-            "weight_decay": 0.0,
-            "betas": [0.9, 0.95],
-            "fused": True,
-        },
+    }
+
+
+def _fused_adam(args: argparse.Namespace, has_gpu: bool) -> bool:
+    """Return whether nothing casts fp32 weights; on the CPU, which has no such optimizer, everything is in fp32."""
+    return has_gpu and args.gpus == 1
+
+
+def _optimizer(args: argparse.Namespace, has_gpu: bool) -> dict[str, Any]:
+    """Return the optimizer of one of the guide's two patterns, with moments as ours where it can have them."""
+    settings: dict[str, Any] = {"lr": args.lr, "weight_decay": 0.0, "betas": [0.9, 0.95]}
+    if not _fused_adam(args, has_gpu):
+        return {"_target_": "torch.optim.AdamW", **settings, "fused": True}
+    moments = "torch.bfloat16" if "optimizer.exp_avg_dtype=bf16" in args.more else "torch.float32"
+    return {
+        "_target_": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        **settings,
+        "adam_w_mode": True,
+        "bias_correction": True,
+        "master_weights": True,
+        "store_param_remainders": True,
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
     }
 
 

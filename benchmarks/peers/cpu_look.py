@@ -52,6 +52,10 @@ def at_veomni() -> None:
     for name, value in replaced.items():
         setattr(torch.cpu, name, value)
     torch.distributed.init_process_group("gloo")
+    from veomni.models import loader
+
+    load = loader.load_model_weights
+    loader.load_model_weights = lambda model, path, device: load(model, path, "cpu")  # a single GPU's, as cuda
 
 
 def at_swift(base: Any) -> None:

@@ -64,16 +64,25 @@ def chosen(args: argparse.Namespace, shape: str, sizes: Sequence[tuple[int, int,
     return entries
 
 
+def products_folder(folder: Path, shape: str) -> Path:
+    """Return the folder of the weights, images and lists of a shape that the products read."""
+    return folder / f"{shape}-products"
+
+
 def product(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:
     """Train with a product and add what it measured; one that does not fit runs again with recomputation.
 
     `data`: our shards, whose conversations are written once more in the forms that the products read.
     """
     peer = PRODUCTS[entry.what]
-    prepared = folder / f"{entry.shape}-products"
+    prepared = products_folder(folder, entry.shape)
     if not prepared.exists():
-        make_peer_folder(prepared / "hf", entry.shape, seq_length=args.seq_length, layers=args.layers)
-        make_lists(prepared, entry.shape, args.samples)
+        try:
+            make_lists(prepared, entry.shape, args.samples)
+            make_peer_folder(prepared / "hf", entry.shape, seq_length=args.seq_length, layers=args.layers)
+        except BaseException:
+            shutil.rmtree(prepared, ignore_errors=True)
+            raise
     for recompute in (False, True):
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()

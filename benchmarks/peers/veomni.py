@@ -1,4 +1,8 @@
-"""VeOmni: the YAML file of its trainer for vision-language models, with the settings of its documents for packing."""
+"""VeOmni: the YAML file of its trainer for vision-language models, with the settings of its documents for packing.
+
+On one GPU it does not wrap the model for FSDP2, without which it has no mixed precision: its documents name `ddp` and
+`init_device: cuda` then, and weights and moments are in bf16.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ CHANGED = (
     "images in their size (as published: at most 602,112 pixels)",
     "no checkpoint at the end",
     "stand-ins for packages that are imported and not used",
+    "not changed: on one GPU it has no fp32 weights (bf16 weights and moments; fp32 in the shards of several)",
 )
 MAX_PIXELS = 1600 * 1600
 TEMPLATES = {"qwen2_5_vl": "qwen2_5vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vl"}
@@ -58,12 +63,14 @@ def _data(args: argparse.Namespace, kind: str, folder: Path, has_gpu: bool) -> d
 
 
 def _training(args: argparse.Namespace, entry: Entry, out: Path, recompute: bool) -> dict[str, Any]:
+    sharded = args.gpus > 1
     return {
         "accelerator": {
             "fsdp_config": {
-                "fsdp_mode": "fsdp2",
+                "fsdp_mode": "fsdp2" if sharded else "ddp",
                 "reshard_after_forward": recompute,
                 "reshard_after_backward": recompute,
+                "mixed_precision": {"enable": sharded},
             }
         },
         "gradient_checkpointing": {"enable": recompute, "enable_reentrant": False},
@@ -75,6 +82,6 @@ def _training(args: argparse.Namespace, entry: Entry, out: Path, recompute: bool
         "global_batch_size": entry.global_batch_size,
         "num_train_epochs": 1,
         "max_steps": args.iters + 1,
-        "init_device": "meta" if args.gpus > 1 else "cuda",
+        "init_device": "meta" if sharded else "cuda",
         "checkpoint": {"output_dir": str(out / "product"), "save_epochs": 0, "save_hf_weights": False},
     }

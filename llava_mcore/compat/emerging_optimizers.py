@@ -1,39 +1,40 @@
-"""The Newton-Schulz iteration of the package emerging-optimizers, which the optimizer Muon needs.
+"""Coefficients and scales of the package emerging-optimizers, which the optimizer Muon needs.
 
-megatron-core's own Muon calls the same functions; docs/extend/optimizer.md says why it is not used.
+megatron-core's own Muon takes them from there too; docs/extend/optimizer.md says why it is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from llava_mcore.compat.required import required
 
+_REPEATS_LAST = ("polar_express", "cans", "deepseekv4")
+"""Names whose last step is repeated if there are more; the others begin again."""
 
-def newton_schulz(*, steps: int, coefficients: str, scale: str, scale_factor: float) -> Callable[[Tensor], Tensor]:
-    """Return the function that orthogonalizes an fp32 matrix, or each of a stack of them, and scales the result.
 
-    Args:
-        scale: how the result is scaled by the matrix's shape (`spectral`: by the root of the larger side).
-        scale_factor: the result is multiplied by this, too.
+def coefficients_of(name: str, steps: int) -> list[tuple[float, float, float]]:
+    """Return the coefficients of each step of the Newton-Schulz iteration.
 
-    The package's Triton kernel for symmetric products is not used. It measures hundreds of variants of itself in the
-    first step, and a resumed run that chooses another one would not continue with the same bits.
+    The package's own iteration is not used: it multiplies symmetric matrices in full, and in fp32 what is in bf16. Its
+    Triton kernel for symmetric products measures hundreds of variants of itself in the first step, and a resumed run
+    that chooses another one would not continue with the same bits.
     """
-    from emerging_optimizers.orthogonalized_optimizers import muon, muon_utils
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-    iterate = required(muon_utils, "newton_schulz")
-    factor_of = required(muon, "get_muon_scale_factor")
+    sets = required(muon_utils, "_COEFFICIENT_SETS")[name]
+    mode = "repeat_last" if name in _REPEATS_LAST else "cycle"
+    return list(required(muon_utils, "get_coefficient_iterator")(steps, sets, mode=mode))
 
-    def orthogonalize(matrix: Tensor) -> Tensor:
-        result: Tensor = iterate(matrix.contiguous(), steps=steps, coefficient_type=coefficients)
-        return result * (factor_of(*matrix.shape[-2:], mode=scale) * scale_factor)
 
-    return orthogonalize
+def scale_of(rows: int, columns: int, mode: str) -> float:
+    """Return the factor of an update of a matrix (`spectral`: the root of the larger side)."""
+    from emerging_optimizers.orthogonalized_optimizers import muon
+
+    return float(required(muon, "get_muon_scale_factor")(rows, columns, mode=mode))
 
 
 @contextmanager

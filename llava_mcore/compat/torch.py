@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -62,3 +62,15 @@ def rebuild_tensor() -> Callable[..., Tensor]:
 def end_loader_processes(batches: Any) -> None:
     """End the processes of a DataLoader's iterator at once. The garbage collector would wait five seconds for them."""
     required(batches, "_shutdown_workers")()
+
+
+def times(x: Tensor, factor: Tensor) -> Tensor:
+    """Return x times a tensor of one value, with a kernel that reads several values at a time; the kernel for
+    broadcasts does not."""
+    (result,) = torch._foreach_mul([x], factor)
+    return result
+
+
+def multiply(parts: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors by one value, in place, with such a kernel."""
+    torch._foreach_mul_(list(parts), factor)

@@ -5,7 +5,7 @@ Experts are chosen equally often. Each rank sends its tokens to the ranks with t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.sizes.model import Model
@@ -15,29 +15,45 @@ if TYPE_CHECKING:
     from llava_mcore.plan.seconds import Machine
 
 
-def mixture_seconds(model: Model, layout: RunLayout, work: Work, machine: Machine) -> tuple[float, float, float, float]:
-    """Return the seconds of a mixture's products, those of its messages, and the bytes that it moves, forward; and
-    those that it quantizes with FP8 products: inputs by rows, and by columns for the gradients of matrices."""
+class MixtureCost(NamedTuple):
+    """A mixture's forward pass in a layer.
+
+    products, messages: seconds. of_matrices: seconds of the products for the gradients of matrices, which experts never
+    compute in FP8. moved: bytes. quantized: bytes; a third of those of both passes, since the backward pass counts
+    twice.
+    """
+
+    products: float = 0.0
+    of_matrices: float = 0.0
+    messages: float = 0.0
+    moved: float = 0.0
+    quantized: float = 0.0
+
+
+def mixture_of(model: Model, layout: RunLayout, work: Work, machine: Machine) -> MixtureCost:
+    """Return what a layer's mixture computes, sends, moves and quantizes."""
     d, e, fp8 = model.decoder, model.decoder.experts, layout.fp8 != "none"
     if e is None:
-        return 0.0, 0.0, 0.0, 0.0
+        return MixtureCost()
     tokens = work.computed / (layout.tp if layout.sequence_parallel else 1)
     rows = tokens * layout.ep * layout.etp * e.chosen / e.count
     local, width = e.count / layout.ep, e.ffn / layout.etp
-    products = local * (
-        machine.grouped(rows, d.hidden, 2 * width, fp8=fp8) + machine.grouped(rows, width, d.hidden, fp8=fp8)
+    grouped, in_bf16 = (
+        local * (machine.grouped(rows, d.hidden, 2 * width, fp8=x) + machine.grouped(rows, width, d.hidden, fp8=x))
+        for x in (fp8, False)
     )
+    others = machine.product(tokens, d.hidden, e.count)  # the router, never in FP8
     if e.shared:
         shared = e.shared / layout.tp
-        products += machine.product(work.computed, d.hidden, 2 * shared, fp8=fp8)
-        products += machine.product(work.computed, shared, d.hidden, fp8=fp8)
-    products += machine.product(tokens, d.hidden, e.count)  # the router, never in FP8
+        others += machine.product(work.computed, d.hidden, 2 * shared, fp8=fp8)
+        others += machine.product(work.computed, shared, d.hidden, fp8=fp8)
     ranks = layout.ep * layout.etp
     across = layout.tp * layout.ep > machine.gpu.per_node
     messages = 2 * machine.collective(2 * tokens * e.chosen * d.hidden, ranks, across_nodes=across)
     moved = tokens * e.chosen * (16 * d.hidden + 6 * e.ffn)
-    quantized = tokens * e.chosen * 6 * (d.hidden + e.ffn)
-    return products, messages, moved, quantized
+    # Rows are read in bf16 and written in FP8: inputs of both matrices, and the gradients of their outputs.
+    quantized = tokens * e.chosen * 3 * (2 * d.hidden + 3 * e.ffn) / 3
+    return MixtureCost(grouped + others, in_bf16 + others, messages, moved, quantized)
 
 
 def expert_gradients(model: Model, layout: RunLayout, work: Work) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llava_mcore.plan.context import exposed_messages
-from llava_mcore.plan.experts import mixture_seconds
+from llava_mcore.plan.experts import mixture_of
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import Gpu
 from llava_mcore.plan.layout import RunLayout
@@ -148,8 +148,8 @@ def _decoder_layer(
         return machine.product(tokens, inputs, outputs, fp8=fp8)
 
     mlp = product(d.hidden, 2 * d.ffn / tp) + product(d.ffn / tp, d.hidden)
-    mixture, sent, moved_again, quantized = mixture_seconds(model, layout, work, machine)
-    mlp += d.sparse_share * (mixture - mlp)
+    mixture = mixture_of(model, layout, work, machine)
+    mlp += d.sparse_share * (mixture.products - mlp)
     mixer = product(d.hidden, d.qkv / tp) + product(d.queries / tp, d.hidden)
     delta = product(d.hidden, d.delta_in / tp) + product(d.delta_out / tp, d.hidden) if d.delta_layers else 0.0
     products = mlp + mixer + d.delta_share * (delta - mixer)
@@ -163,12 +163,12 @@ def _decoder_layer(
     outside = tp if layout.sequence_parallel else 1
     inside = (4 * d.qkv + 6 * d.ffn * (1 - d.sparse_share)) / tp
     moved = machine.fit.moved * tokens * (d.num_norms * 10 * d.hidden / outside + inside)
-    moved += d.sparse_share * moved_again
-    quantizing = tokens * (6 * d.hidden + 3 * (d.queries + d.ffn) / tp) + d.sparse_share * quantized
+    moved += d.sparse_share * mixture.moved
+    quantizing = tokens * (6 * d.hidden + 3 * (d.queries + d.ffn) / tp) + d.sparse_share * mixture.quantized
     quantizing *= machine.fit.quantizing * fp8
     restoring = _restoring(model, layout, machine)
     messages = 2 * machine.collective(2 * 2 * tokens * d.hidden, tp, across_nodes=tp > machine.gpu.per_node)
-    messages += d.sparse_share * sent
+    messages += d.sparse_share * mixture.messages
     waits = exposed_messages(model, layout, work, machine, scores)
     # With sequence parallelism the backward pass gathers the inputs of two matrices again.
     again = 1.25 if layout.sequence_parallel else 1.0
@@ -178,10 +178,10 @@ def _decoder_layer(
         other=machine.moved(moved + quantizing) + restoring,
         messages=messages + waits[0],
     )
-    times = float(trained) + float(flows)
+    of_matrices = products + d.sparse_share * (mixture.of_matrices - mixture.products)
     accumulated = 12 * (d.layer_weights / tp + d.expert_weights / (layout.ep * layout.etp)) * trained
     backward = Pass(
-        layers=products * times + 2 * extra,
+        layers=of_matrices * float(trained) + products * float(flows) + 2 * extra,
         attention=2.5 * scores * flows,
         other=(machine.moved(2 * moved + 2 * quantizing) + restoring) * flows,
         messages=(messages * again + waits[1]) * flows,

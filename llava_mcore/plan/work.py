@@ -58,17 +58,23 @@ class Sample:
     seconds: float | None = None
 
 
+WAITING = 16
+"""Packs with room that wait for shorter samples."""
 NUM_SAMPLES = 400
 """Samples that stand for a dataset: enough for means within one percent, and few enough for a plan in a second."""
 
 
-def like_llava(sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> list[Sample]:
-    """Return samples like those of LLaVA's mix: nine of ten have an image, and all but a few answers are short."""
+def like_llava(sizes: Sequence[tuple[int, int]] = ((640, 480),), num_images: int = 1) -> list[Sample]:
+    """Return samples like those of LLaVA's mix: nine of ten have an image, and all but a few answers are short.
+
+    With more images, each sample has `num_images` of them, and an answer as long as those to as many.
+    """
     draw = random.Random(0)
     samples = []
     for index in range(NUM_SAMPLES):
-        answer = min(3000, int(draw.lognormvariate(5, 0.8)) + 8)
-        image_sizes = (sizes[index % len(sizes)],) if draw.random() < 0.9 else ()
+        answer = sum(min(3000, int(draw.lognormvariate(5, 0.8)) + 8) for _ in range(num_images))
+        images = range(index * num_images, (index + 1) * num_images) if draw.random() < 0.9 or num_images > 1 else ()
+        image_sizes = tuple(sizes[i % len(sizes)] for i in images)
         samples.append(Sample(text=34 + answer, trained=answer + 2, image_sizes=image_sizes))
     return samples
 
@@ -107,18 +113,28 @@ def packs_of(works: Sequence[Work], seq_length: int, *, packing: bool) -> PackWo
 
 
 def _packed(works: Sequence[Work], seq_length: int) -> Iterator[Work]:
-    """Yield full packs: what remains free is filled with a part of the next sample's numbers, as good packing does."""
-    pack = Work()
+    """Yield packs. Two samples that are longer than half a pack are never in one.
+
+    What they leave free is filled with shorter ones, the last of them in part: good packing finds some that fit.
+    """
+    packs: list[Work] = []  # with room, the oldest first
     for item in works:
-        free = seq_length - pack.tokens
-        if item.tokens < free:
-            pack += item
+        if 2 * item.tokens > seq_length:
+            packs.append(item)
+            if len(packs) > WAITING:
+                yield packs.pop(0)
             continue
-        part = free / item.tokens
-        yield pack + item.times(part)
-        pack = item.times(1 - part)
-    if pack.tokens > 0:
-        yield pack.times(seq_length / pack.tokens)
+        rest = item
+        while rest.tokens > 0:
+            pack = packs.pop(0) if packs else Work()
+            part = min(1.0, (seq_length - pack.tokens) / rest.tokens)
+            pack, rest = pack + rest.times(part), rest.times(1 - part)
+            if rest.tokens > 0:
+                yield pack
+            else:
+                packs.insert(0, pack)
+    # A single one at the end stands for a full one.
+    yield from packs if len(packs) != 1 else [packs[0].times(seq_length / packs[0].tokens)]
 
 
 def causal(length: float) -> float:

@@ -17,7 +17,7 @@ from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
-    from llava_mcore.models.kernels import logit_gradients
+    from llava_mcore.models.kernels import add_gradients, logit_gradients
     from llava_mcore.models.kernels.window_attention import WindowAttention
 SHAPES = {
     "LLaVA-1.5-7B": (32, 1, 128, 128),
@@ -133,3 +133,13 @@ def test_queries_that_are_the_last_tokens(window: int | None) -> None:
     there = [expected, *torch.autograd.grad(expected, exact, weights.double())]
     for one, other in zip(here, there, strict=True):
         assert (one.double() - other).norm() <= 0.02 * other.norm()
+
+
+@pytest.mark.parametrize("shape", [(128, 1536, 2048), (3, 1001), (0, 7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Bit for bit."""
+    total, gradient = torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda").to(dtype)
+    expected = total + gradient
+    add_gradients.add_gradient(total, gradient)
+    assert torch.equal(total, expected)

@@ -33,8 +33,9 @@ ON_GPUS = {
     "smolvlm": "forward only",
     "qwen2_vl": "forward only",
     "qwen2_5_vl": "trained, also in FP8",
-    "qwen3_vl": "forward only",
-    "qwen3_vl_moe": "trained",
+    "qwen3_vl": "trained, 16 layers",
+    "qwen3_vl_moe": "trained, also in FP8",
+    "qwen3_5": "trained, 12 layers",
     "qwen2_audio": "trained, 8 layers",
 }
 """What has run on an H200: tests/gpu and benchmarks.train_step."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llava_mcore.models.kernels import quantize_fp8
-from llava_mcore.models.kernels.quantize_fp8 import PADDING, Scaled
+from llava_mcore.models.kernels.quantize_fp8 import Scaled
 from llava_mcore.models.language import grouped_fp8
 
 E4M3 = torch.float8_e4m3fn
@@ -27,41 +27,21 @@ def quantize_transposed(matrices: Tensor, out: Scaled | None = None) -> Scaled:
     return quantize_rows(matrices.transpose(1, 2), out)
 
 
-def quantize_groups(x: Tensor, ends: Tensor) -> tuple[Scaled, Tensor]:
-    """NaN after the last group, which nothing reads."""
-    parts = [x[a:b].float() for a, b in pairwise([0, *ends.tolist()])]
-    padded = [max(-(-len(part) // PADDING), 1) * PADDING for part in parts]
-    values = torch.full((x.shape[1], -(-len(x) // PADDING) * PADDING + len(parts) * PADDING), torch.nan, dtype=E4M3)
-    scales, start = [], 0
-    for part, size in zip(parts, padded, strict=True):
-        filled = torch.cat([part, part.new_zeros(size - len(part), x.shape[1])])
-        of_part = quantize_rows(filled.t())
-        values[:, start : start + size] = of_part.values
-        scales.append(of_part.scales)
-        start += size
-    return Scaled(values, torch.cat(scales)), torch.tensor(padded).cumsum(0).to(torch.int32)
-
-
-def scaled_product(a: Scaled, b: Scaled, ends: Tensor, *, fast: bool) -> Tensor:
+def scaled_product(a: Scaled, b: Scaled, ends: Tensor) -> Tensor:
     """The result of torch's grouped product, in float32; fails where that refuses operands."""
     spans = [slice(*span) for span in pairwise([0, *ends.tolist()])]
     one, two = a.values.float(), b.values.float()
-    assert all(size % 16 == 0 for size in (*a.values.shape[1:], *b.values.shape[1:]))
-    if b.values.dim() == 3:
-        parts = [one[span] @ matrix.t() for span, matrix in zip(spans, two, strict=True)]
-        columns = [scales.expand(span.stop - span.start, -1) for span, scales in zip(spans, b.scales, strict=True)]
-        return (torch.cat(parts) * a.scales.unsqueeze(1) * torch.cat(columns)).to(torch.bfloat16)
-    assert all(span.stop > span.start and span.start % 16 == 0 for span in spans)
-    products = torch.stack([one[:, span] @ two[:, span].t() for span in spans])
-    scales = a.scales.view(len(spans), -1, 1) * b.scales.view(len(spans), 1, -1)
-    return (products * scales).to(torch.bfloat16)
+    assert all(size % 16 == 0 for size in two.shape[1:])
+    parts = [one[span] @ matrix.t() for span, matrix in zip(spans, two, strict=True)]
+    columns = [scales.expand(span.stop - span.start, -1) for span, scales in zip(spans, b.scales, strict=True)]
+    return (torch.cat(parts) * a.scales.unsqueeze(1) * torch.cat(columns)).to(torch.bfloat16)
 
 
 @contextlib.contextmanager
 def emulated_fp8() -> Iterator[None]:
     """Compute FP8 products of experts on the CPU."""
     with contextlib.ExitStack() as stack:
-        for function in (quantize_rows, quantize_transposed, quantize_groups):
+        for function in (quantize_rows, quantize_transposed):
             stack.enter_context(mock.patch.object(quantize_fp8, function.__name__, function))
         stack.enter_context(mock.patch.object(grouped_fp8, "scaled_product", scaled_product))
         yield

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from llava_mcore.models.kernels import logit_gradients, quantize_fp8
+from llava_mcore.models.kernels import add_gradients, logit_gradients, quantize_fp8
 from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
 from llava_mcore.models.kernels.window_attention import WindowAttention
 from llava_mcore.models.rotary import rotate, split_rotated
@@ -30,8 +30,10 @@ WINDOWS = (([64, 3, 0, 17, 1, 0], 2, 80), ([8, 16], 3, 16))
 LOGITS = ((8192, 8192), (5000, 4097), (128, 101), (128, 0))
 """Rows of the vocabulary, and how many of them are not padding: blocks that are full and such that are not."""
 
-GROUPS = ([3, 0, 130, 16], [0, 0, 1], [300], [0, 0])
-"""Tokens of experts."""
+MATRICES = ((2, 48, 80), (1, 300, 64), (3, 1, 130))
+"""Matrices, their rows and columns, of which tiles have 128 and 64: tiles that are full and such that are not."""
+SUMS = ((5, 3000), (4096,), (0, 7), (3,))
+"""Gradients that are added to sums: blocks that are full and such that are not."""
 
 
 def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: list[Tensor]) -> None:
@@ -72,28 +74,29 @@ def losses(rows: int, num_true: int) -> None:
     torch.testing.assert_close(logit_gradients.into_gradients(logits, *given), expected, rtol=2e-3, atol=1e-7)
 
 
-def fp8(counts: list[int], width: int = 80) -> None:
+def fp8(*shape: int) -> None:
     """Before values are rounded."""
-    x, ends = torch.randn(sum(counts), width), torch.tensor(counts).cumsum(0).to(torch.int32)
-    x[:, ::7] *= 1e-4
-    x[:, 5] = 0
-    matrices = torch.randn(len(counts), 48, width)
+    matrices = torch.randn(shape)
+    matrices[..., ::7] *= 1e-4
+    matrices[..., 5] = 0
+    matrices[0, 0] = 0
 
     def unrounded(x: Tensor, values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         return x.new_zeros(values), x.new_zeros(scales)
 
     with mock.patch.object(quantize_fp8, "_empty", unrounded), mock.patch.object(emulated_fp8, "E4M3", torch.float32):
-        (found, found_ends), (expected, expected_ends) = (
-            module.quantize_groups(x, ends) for module in (quantize_fp8, emulated_fp8)
-        )
-        assert torch.equal(found_ends, expected_ends) and found.values.shape == expected.values.shape
         pairs = [(quantize_fp8.quantize_transposed(matrices), emulated_fp8.quantize_transposed(matrices))]
-        pairs += [(quantize_fp8.quantize_rows(y), emulated_fp8.quantize_rows(y)) for y in (x, matrices)]
-    used = int(found_ends[-1])
-    pairs.append((found._replace(values=found.values[:, :used]), expected._replace(values=expected.values[:, :used])))
+        pairs += [(quantize_fp8.quantize_rows(y), emulated_fp8.quantize_rows(y)) for y in (matrices[0], matrices)]
     for one, other in pairs:
         torch.testing.assert_close(one.values, other.values, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(one.scales, other.scales, rtol=1e-5, atol=0)
+
+
+def sums(*shape: int) -> None:
+    total, gradient = torch.randn(shape), torch.randn(shape).half()
+    expected = total + gradient
+    add_gradients.add_gradient(total, gradient)
+    assert torch.equal(total, expected)
 
 
 def main() -> None:
@@ -104,9 +107,11 @@ def main() -> None:
         windows(*case)
     for sizes in LOGITS:
         losses(*sizes)
-    for counts in GROUPS:
-        fp8(counts)
-    print(f"{len(HEADS) + len(WINDOWS) + len(LOGITS) + len(GROUPS)} shapes agree")
+    for shape in MATRICES:
+        fp8(*shape)
+    for shape in SUMS:
+        sums(*shape)
+    print(f"{len(HEADS) + len(WINDOWS) + len(LOGITS) + len(MATRICES) + len(SUMS)} shapes agree")
 
 
 if __name__ == "__main__":

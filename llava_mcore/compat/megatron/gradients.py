@@ -7,6 +7,7 @@ Import `llava_mcore.parallel` first, as for megatron.core itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from llava_mcore.compat.required import replace_name, required
+from llava_mcore.compat.torch import multiply
 
 
 def gradient_ranges(wrapped: DistributedDataParallel, parameters: Container[Parameter]) -> Iterator[Tensor]:
@@ -48,6 +50,25 @@ def _reduced_here(buffer: Any) -> list[tuple[int, int]]:
         start = required(bucket, "offset") + group.rank() * length
         shards.append((start, start + length))
     return shards
+
+
+def scale_at_full_bandwidth(wrapped: DistributedDataParallel) -> None:
+    """Divide gradients by the number of tokens with a kernel that reads several values at a time.
+
+    megatron-core multiplies its buffers by a tensor of one value. That takes torch's kernel for broadcasts, which
+    reached 38 % of an H200's bandwidth. The result has the same bits.
+    """
+    for buffer in [*required(wrapped, "buffers"), *required(wrapped, "expert_parallel_buffers")]:
+        replace_name(buffer, "scale_gradients", partial(_scale, buffer))
+
+
+def _scale(buffer: Any, factor: Tensor | float) -> None:
+    parts = [*required(buffer, "grad_data").split(_PART), *required(buffer, "extra_main_grads")]
+    multiply(parts, factor)
+
+
+_PART = 2**30
+"""Elements that a kernel scales at most, so that it counts them in 32 bits."""
 
 
 def reduce_in_fixed_order(wrapped: DistributedDataParallel) -> None:

@@ -1,9 +1,9 @@
 """Kernels that turn matrices into FP8 (e4m3) for grouped products, in the order in which these read them.
 
 A grouped product reads both operands along the dimension that it sums over, and has one scale for each of their rows.
-So operands that are summed over rows, such as an expert's tokens in a weight gradient, are stored transposed.
+So the matrices are stored a second time, transposed, for the gradient of the inputs, which is summed over their rows.
 
-t: rows, such as tokens, sorted by group, g: groups, such as experts, k: columns, n: rows of each matrix.
+g: groups, such as experts, k: columns, n: rows of each matrix.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ LARGEST = tl.constexpr(448.0)
 """The largest e4m3 value."""
 SMALLEST = tl.constexpr(2.0**-100)
 """The least largest value of a row, so that the inverse of its scale is finite."""
-PADDING = 16
-"""Rows of a group are filled up to a multiple of this: the product reads 16 bytes at a time, and wants some."""
 _ROWS, _COLUMNS, _WARPS = 128, 64, 4
 
 
@@ -40,23 +38,6 @@ def quantize_rows(x: Tensor, out: Scaled | None = None) -> Scaled:
         tile = triton.next_power_of_2(width)
         _rows[(x.numel() // width,)](x, *result, width, TILE=tile, num_warps=_WARPS)
     return result
-
-
-def quantize_groups(x: Tensor, ends: Tensor) -> tuple[Scaled, Tensor]:
-    """Return the transpose of [t, k], where each group begins at a multiple of `PADDING` and has zeros at its end, with
-    a scale for each group and column, [g * k], and where groups end in it.
-
-    Args:
-        ends: int32 [g], where groups end in x. The host does not know them, so there is room for any.
-    """
-    x = x.contiguous()
-    (num_rows, width), groups = x.shape, len(ends)
-    room = -(-num_rows // PADDING) * PADDING + groups * PADDING
-    result, padded_ends = Scaled(*_empty(x, (width, room), (groups * width,))), torch.empty_like(ends)
-    grid = (groups, triton.cdiv(width, _COLUMNS))
-    options = {"GROUPS": triton.next_power_of_2(groups), "PADDING": PADDING, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    _groups[grid](x, *result, ends, padded_ends, width, room, **options, num_warps=_WARPS)
-    return result, padded_ends
 
 
 def quantize_transposed(matrices: Tensor, out: Scaled | None = None) -> Scaled:
@@ -86,83 +67,34 @@ def _rows(x: tl.tensor, values: tl.tensor, scales: tl.tensor, width: tl.tensor, 
 
 
 @triton.jit
-def _groups(
-    x: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    ends: tl.tensor,
-    padded_ends: tl.tensor,
-    width: tl.tensor,
-    room: tl.tensor,
-    GROUPS: tl.constexpr,
-    PADDING: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    # Where this group is in x, and where in the result: after the padded groups before it.
-    group, first_column = tl.program_id(0), tl.program_id(1) * COLUMNS
-    start = tl.load(ends + group - 1, mask=group > 0, other=0)
-    count = tl.load(ends + group) - start
-    size = tl.maximum((count + PADDING - 1) // PADDING * PADDING, PADDING)
-    indices = tl.arange(0, GROUPS)
-    before = indices < group
-    counts = tl.load(ends + indices, mask=before, other=0)
-    counts -= tl.load(ends + indices - 1, mask=before & (indices > 0), other=0)
-    sizes = tl.maximum((counts + PADDING - 1) // PADDING * PADDING, PADDING)
-    target = tl.sum(tl.where(before, sizes, 0), 0)
-    if first_column == 0:
-        tl.store(padded_ends + group, target + size)
-    source = x + start.to(tl.int64) * width
-    _transpose(source, values + target, scales + group * width, count, size, width, room, ROWS, COLUMNS)
-
-
-@triton.jit
 def _matrices(
     x: tl.tensor,
     values: tl.tensor,
     scales: tl.tensor,
-    rows: tl.tensor,
+    height: tl.tensor,
     width: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    place = tl.program_id(0).to(tl.int64) * rows * width
-    target = scales + tl.program_id(0) * width
-    _transpose(x + place, values + place, target, rows, rows, width, rows, ROWS, COLUMNS)
-
-
-@triton.jit
-def _transpose(
-    x: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    count: tl.tensor,
-    size: tl.tensor,
-    width: tl.tensor,
-    stride: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Quantize `count` rows of some columns, and write them as rows of `size` values, `stride` apart."""
+    place = tl.program_id(0).to(tl.int64) * height * width
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, ROWS)
     inside = columns < width
     largest = tl.full((COLUMNS,), SMALLEST, tl.float32)
     # The largest value of each column gives its scale.
     first = 0
-    while first < count:  # not range, whose end Triton's interpreter takes from no tensor
-        places = (first + rows).to(tl.int64)[:, None] * width + columns[None, :]
-        tile = tl.load(x + places, mask=(first + rows < count)[:, None] & inside[None, :], other=0.0)
+    while first < height:  # not range, whose end Triton's interpreter takes from no tensor
+        places = place + (first + rows)[:, None] * width + columns[None, :]
+        tile = tl.load(x + places, mask=(first + rows < height)[:, None] & inside[None, :], other=0.0)
         largest = tl.maximum(largest, tl.max(tl.abs(tile.to(tl.float32)), 0))
         first += ROWS
-    tl.store(scales + columns, largest / LARGEST, mask=inside)
+    tl.store(scales + tl.program_id(0) * width + columns, largest / LARGEST, mask=inside)
     # The same tiles again, scaled and written as rows.
     inverse = LARGEST / largest
     first = 0
-    while first < size:
-        places = (first + rows).to(tl.int64)[:, None] * width + columns[None, :]
-        tile = tl.load(x + places, mask=(first + rows < count)[:, None] & inside[None, :], other=0.0)
+    while first < height:
+        mask = (first + rows < height)[:, None] & inside[None, :]
+        tile = tl.load(x + place + (first + rows)[:, None] * width + columns[None, :], mask=mask, other=0.0)
         tile = (tile.to(tl.float32) * inverse[None, :]).to(values.dtype.element_ty)
-        targets = columns.to(tl.int64)[None, :] * stride + (first + rows)[:, None]
-        tl.store(values + targets, tile, mask=(first + rows < size)[:, None] & inside[None, :])
+        tl.store(values + place + columns[None, :] * height + (first + rows)[:, None], tile, mask=mask)
         first += ROWS

@@ -212,9 +212,8 @@ class ExpertMatrices(MegatronModule):
             output: Tensor = FrozenGroupedProduct.apply(x, self.make_weight, ends)
             return output
         if self.in_fp8:
-            keeps = torch.is_grad_enabled()
-            args = self._quantized(backward=keeps), keeps, self.fuse_wgrad_accumulation
-            output = Fp8GroupedProduct.apply(x, self.weight, ends, *args)
+            matrices = self._quantized(backward=torch.is_grad_enabled())
+            output = Fp8GroupedProduct.apply(x, self.weight, ends, matrices, self.fuse_wgrad_accumulation)
             return output
         return grouped_product(x, self.weight, ends, adds_to_main_grad=self.fuse_wgrad_accumulation)
 

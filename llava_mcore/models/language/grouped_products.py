@@ -54,10 +54,18 @@ class GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = F.grouped_mm(gradient, weight, offs=ends) if len(x) else torch.empty_like(x)
         if ctx.needs_input_grad[1]:
-            of_weight = F.grouped_mm(gradient.t(), x, offs=ends) if len(x) else torch.zeros_like(weight)
-        if of_weight is not None and ctx.adds_to_main_grad:
-            of_weight = added_to_main_grad(weight, of_weight)
+            of_weight = weight_gradient(gradient, x, weight, ends, adds_to_main_grad=ctx.adds_to_main_grad)
         return of_x, of_weight, None, None
+
+
+def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, ends: Tensor, *, adds_to_main_grad: bool) -> Tensor:
+    """Return the gradient [e, n, k] of each expert's matrix, or a placeholder if it was added to the sum of the step.
+
+    Args:
+        gradient: of the product [t, n]. x: [t, k].
+    """
+    of_weight = F.grouped_mm(gradient.t(), x, offs=ends) if len(x) else torch.zeros_like(weight)
+    return added_to_main_grad(weight, of_weight) if adds_to_main_grad else of_weight
 
 
 def added_to_main_grad(weight: Tensor, gradient: Tensor) -> Tensor:
@@ -66,7 +74,13 @@ def added_to_main_grad(weight: Tensor, gradient: Tensor) -> Tensor:
     marks = vars(weight)
     if "main_grad" not in marks:
         return gradient
-    marks["main_grad"].add_(gradient)
+    total = marks["main_grad"]
+    if gradient.device.type == "cuda" and total.dtype == torch.float32 and total.is_contiguous():
+        from llava_mcore.models.kernels.add_gradients import add_gradient  # on GPUs only
+
+        add_gradient(total, gradient)
+    else:
+        total.add_(gradient)
     marks["grad_added_to_main_grad"] = True
     return _placeholder(gradient.shape, gradient.dtype, gradient.device).detach()
 

@@ -17,10 +17,13 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import Gpu, gpu_of_device
 
-REFERENCE_PRODUCTS = 0.80
-"""Fraction of an H200's BF16 peak in products of 8192 x 8192 x 8192 (783 and 795 TFLOP/s)."""
-REFERENCE_ATTENTION = 0.48
-"""The same in causal attention over 4,096 tokens with 32 heads of 128, both passes, by cuDNN (476 TFLOP/s)."""
+REFERENCE_PRODUCTS = 0.728
+"""Fraction of the BF16 peak that `--calibrate` measured on an H200, where a step of LLaVA-1.5-7B took as long as an
+uncalibrated plan says (benchmarks/results/train_step_7b_1_adamw.json)."""
+REFERENCE_FP8 = 0.639
+"""The same of FP8 products."""
+REFERENCE_ATTENTION = 0.441
+"""The same of attention."""
 PLAUSIBLE = (0.01, 1.2)
 """Range of a fraction of a published peak; clocks above the published ones reach a little more than 1."""
 
@@ -43,7 +46,7 @@ class Calibration:
     def applied(self, fit: Efficiency) -> Efficiency:
         """Return the efficiencies on this machine."""
         ratio = self.products / REFERENCE_PRODUCTS
-        fp8 = ratio if self.products_fp8 is None else self.products_fp8 / REFERENCE_PRODUCTS
+        fp8 = ratio if self.products_fp8 is None else self.products_fp8 / REFERENCE_FP8
         return replace(
             fit,
             products=fit.products * ratio,

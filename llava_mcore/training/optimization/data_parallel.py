@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from llava_mcore.compat.megatron.fsdp import MeshGroups, ShardedModel, own_gradients, own_shards
-from llava_mcore.compat.megatron.gradients import gradient_ranges, reduce_in_fixed_order
+from llava_mcore.compat.megatron.gradients import gradient_ranges, reduce_in_fixed_order, scale_at_full_bandwidth
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import alike, whole_name
@@ -54,6 +54,7 @@ def data_parallel(run: RunConfig, groups: Groups, model: MegatronModule, *, buck
     inner = model if dtype == torch.float32 else Float16Module(model.config, model)
     with _own_stream() if run.model.cuda_graphs else nullcontext():
         wrapped = DistributedDataParallel(model.config, config, inner, disable_bucketing=not buckets)
+    scale_at_full_bandwidth(wrapped)
     if config.overlap_grad_reduce:
         reduce_in_fixed_order(wrapped)
     return wrapped

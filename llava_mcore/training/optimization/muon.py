@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -20,13 +20,14 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
-from llava_mcore.compat.emerging_optimizers import matmul_precision, newton_schulz
+from llava_mcore.compat.emerging_optimizers import coefficients_of, matmul_precision, scale_of
 from llava_mcore.compat.megatron.optimizer import replace_inner
 from llava_mcore.config.rules.muon import MUON_MISSING
 from llava_mcore.config.sections.optimizer import OptimizerConfig
 from llava_mcore.errors import ConfigError
 from llava_mcore.parallel.collectives import exchange
 from llava_mcore.training.optimization.muon_matrices import HeldMatrix, Holders, Matrix, find_holders
+from llava_mcore.training.optimization.newton_schulz import Coefficients, orthogonalized
 
 ADAM = "adam"
 """Value of `optimizer` in the parameter groups of AdamW; those of Muon have none."""
@@ -42,20 +43,34 @@ class MuonSettings:
     momentum: float
     nesterov: bool
     precision: str
-    orthogonalize: Callable[[Tensor], Tensor]
+    coefficients: Coefficients
+    scale: str
+    scale_factor: float
 
     @classmethod
     def of(cls, options: OptimizerConfig) -> MuonSettings:
         """Return a run's settings. Raises ConfigError if a package is missing."""
         if find_spec("emerging_optimizers") is None:
             raise ConfigError(MUON_MISSING, on_all_ranks=True)
-        function = newton_schulz(
-            steps=options.muon_steps,
-            coefficients=options.muon_coefficients,
-            scale=options.muon_scale,
-            scale_factor=options.muon_scale_factor,
+        return cls(
+            options.muon_momentum,
+            options.muon_nesterov,
+            options.muon_matmul_precision,
+            coefficients_of(options.muon_coefficients, options.muon_steps),
+            options.muon_scale,
+            options.muon_scale_factor,
         )
-        return cls(options.muon_momentum, options.muon_nesterov, options.muon_matmul_precision, function)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the iteration and of updates."""
+        return torch.bfloat16 if self.precision == "medium" else torch.float32
+
+    def orthogonalize(self, matrix: Tensor) -> Tensor:
+        """Return an update of a matrix, or of each of a stack of them."""
+        *_, rows, columns = matrix.shape
+        scale = scale_of(rows, columns, self.scale) * self.scale_factor
+        return orthogonalized(matrix, self.coefficients, scale=scale, dtype=self.dtype)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -100,7 +115,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for x, update in zip(matrices, self._orthogonalized(matrices, directions), strict=True):
             if x.held is not None:
                 group = groups[id(x.held)]
-                x.held.mul_(1.0 - group["lr"] * group["weight_decay"])
+                if group["weight_decay"]:
+                    x.held.mul_(1.0 - group["lr"] * group["weight_decay"])
                 x.held.add_(update.view_as(x.held), alpha=-group["lr"])
 
     def _direction(self, held: Parameter) -> Tensor:
@@ -129,7 +145,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         updates = self._over_divided([x.matrix for x in to_compute], gathered, like)
         cut = [update.split(list(x.sizes)) for x, update in zip(to_compute, updates, strict=True)]
         sizes = [[x.sizes[me] for x, owner in zip(matrices, owners, strict=True) if owner == rank] for rank in ranks]
-        returned = exchange([[x[rank] for x in cut] for rank in ranks], sizes, sharded, like)
+        returned = exchange([[x[rank] for x in cut] for rank in ranks], sizes, sharded, like.to(self._settings.dtype))
         return [x for of_owner in returned for x in of_owner]
 
     def _over_divided(self, matrices: Sequence[Matrix], parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
@@ -154,7 +170,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
             results = assigned.orthogonalized(received_parts, self._settings.orthogonalize)
             updates = [[results[i if is_divided else 0]] for i in ranks]
         sizes = [[matrices[i].shape.numel()] if i < len(matrices) else [] for i in ranks]
-        return [x for of_rank in exchange(updates, sizes, group, like) for x in of_rank]
+        received = exchange(updates, sizes, group, like.to(self._settings.dtype))
+        return [x for of_rank in received for x in of_rank]
 
     def _like(self) -> Tensor:
         """Return an fp32 tensor on the device of the parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ import torch
 
 from llava_mcore.cli import plan
 from llava_mcore.errors import ConfigError
-from llava_mcore.plan.hardware.calibration import REFERENCE_ATTENTION, REFERENCE_PRODUCTS, Calibration
+from llava_mcore.plan.hardware.calibration import (
+    REFERENCE_ATTENTION,
+    REFERENCE_FP8,
+    REFERENCE_PRODUCTS,
+    Calibration,
+)
 from llava_mcore.plan.hardware.calibration import read_calibration as read
 from llava_mcore.plan.hardware.calibration import write_calibration as write
 from llava_mcore.plan.hardware.efficiency import Efficiency
@@ -18,13 +24,14 @@ from llava_mcore.plan.hardware.gpus import GPUS
 from llava_mcore.training import measure_gpu
 from tests.unit.plan.test_command import LLAVA_7B, PACKS
 
-REFERENCE = Calibration("NVIDIA H200", REFERENCE_PRODUCTS, REFERENCE_ATTENTION, memory=0.9)
+REFERENCE = Calibration("NVIDIA H200", REFERENCE_PRODUCTS, REFERENCE_ATTENTION, memory=0.9, products_fp8=REFERENCE_FP8)
+HALF = Calibration("NVIDIA H200", REFERENCE_PRODUCTS / 2, REFERENCE_ATTENTION / 2, memory=0.45)
 
 
 def test_the_reference_changes_nothing_and_slower_parts_count(tmp_path: Path) -> None:
     fit = Efficiency()
     assert REFERENCE.applied(fit) == fit
-    slow = Calibration("NVIDIA H200", 0.4, 0.24, memory=0.45, products_fp8=0.2, link=0.1, num_gpus=8).applied(fit)
+    slow = replace(HALF, products_fp8=REFERENCE_FP8 / 4, link=0.1, num_gpus=8).applied(fit)
     assert slow.products == pytest.approx(fit.products / 2)
     assert slow.products_fp8 == pytest.approx(fit.products_fp8 / 4)
     assert slow.attention == pytest.approx(fit.attention / 2)
@@ -35,7 +42,7 @@ def test_the_reference_changes_nothing_and_slower_parts_count(tmp_path: Path) ->
 
 def test_a_plan_with_a_file_is_slower_on_a_slow_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAVA_7B), encoding="utf-8")
-    write(Calibration("NVIDIA H200", 0.4, 0.24, memory=0.45), tmp_path / "gpu.json")
+    write(HALF, tmp_path / "gpu.json")
     arguments = ["--hf-dir", str(tmp_path), "--gpus", "2", *PACKS, "--dist-optim", "--as-given", "--json"]
     seconds = []
     for more in ([], ["--calibration", str(tmp_path / "gpu.json")]):
@@ -43,7 +50,7 @@ def test_a_plan_with_a_file_is_slower_on_a_slow_machine(tmp_path: Path, capsys: 
         found = json.loads(capsys.readouterr().out)
         seconds.append(found["fitting"][0]["seconds"]["step"])
     assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.1)
-    assert "measured here: products 40% of the peak" in found["assumptions"][2]
+    assert "measured here: products 36% of the peak" in found["assumptions"][2]
 
 
 def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from llava_mcore.plan.experts import expert_gradients, graphed_experts, mixture_seconds
+from llava_mcore.plan.experts import expert_gradients, graphed_experts, mixture_of
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GPUS
 from llava_mcore.plan.material import packs_for
@@ -26,7 +26,7 @@ MATRICES = 128 * 768 * 2048
 def test_products_of_experts_in_fp8() -> None:
     plain, fast = layout(2), layout(2, **FP8)
     work = packs_for(MIXTURE, plain, like_llava()).mean
-    seconds = [mixture_seconds(MIXTURE, x, work, H200)[0] for x in (plain, fast)]
+    seconds = [mixture_of(MIXTURE, x, work, H200).products for x in (plain, fast)]
     router = H200.product(work.computed, 2048, 128)
     large = (H200.product(1e5, 1e5, 1e5, fp8=x) for x in (True, False))
     ratio = (seconds[1] - router) / (seconds[0] - router)
@@ -34,13 +34,17 @@ def test_products_of_experts_in_fp8() -> None:
     assert next(large) / next(large) < ratio < 1
     # The fraction of their rate is a constant of its own.
     same = Machine(GPUS["h200"], Efficiency(grouped_fp8=1.0))
-    full = mixture_seconds(MIXTURE, fast, work, same)[0]
+    full = mixture_of(MIXTURE, fast, work, same).products
     assert full - router == pytest.approx(Efficiency().grouped_fp8 * (seconds[1] - router))
     # A GPU without FP8 gains nothing.
     old = Machine(GPUS["a100-80"], Efficiency())
-    assert mixture_seconds(MIXTURE, fast, work, old)[0] >= mixture_seconds(MIXTURE, plain, work, old)[0]
-    # What is quantized: inputs of both matrices, read twice and written by rows and by columns.
-    assert mixture_seconds(MIXTURE, fast, work, H200)[3] == work.computed * 8 * 6 * (2048 + 768)
+    assert mixture_of(MIXTURE, fast, work, old).products >= mixture_of(MIXTURE, plain, work, old).products
+    # The gradients of matrices are products in bf16.
+    assert mixture_of(MIXTURE, fast, work, H200).of_matrices == mixture_of(MIXTURE, plain, work, H200).products
+    # What is quantized: inputs of both matrices, and in the backward pass the gradients of their outputs.
+    of_rows = work.computed * 8 * 3
+    both = of_rows * (2048 + 768) + of_rows * (2 * 768 + 2048)
+    assert 3 * mixture_of(MIXTURE, fast, work, H200).quantized == pytest.approx(both)
 
 
 def test_what_graphs_keep_of_experts() -> None:

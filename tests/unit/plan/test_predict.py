@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from llava_mcore.config.load import load_run_config
+from llava_mcore.data.loader.packing import online_fill
 from llava_mcore.plan.balance import balanced_layers
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GIB, GPUS
@@ -18,7 +20,7 @@ from llava_mcore.plan.parameters import stage_parameters
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine, flows_below
 from llava_mcore.plan.sizes.model import ConnectorShape, Decoder, ExpertShape, LinearShape, Model, Tower
-from llava_mcore.plan.work import Sample, like_llava
+from llava_mcore.plan.work import Sample, Work, like_llava, packs_of
 
 DECODER = Decoder(32, 4096, 11008, 32, 32, 128, 32064)
 TOWER = Tower(
@@ -201,6 +203,34 @@ def test_a_sample_that_is_too_long_is_left_out() -> None:
     assert packs_for(MODEL, chosen, [short, long]).mean.tokens == 400
     with pytest.raises(ValueError, match="4000 tokens"):
         packs_for(MODEL, chosen, [long])
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "capacity"), [(18000, 26000, 32768), (9000, 20000, 32768), (100, 1200, 4096)]
+)
+def test_packs_are_as_full_as_the_loaders(shortest: int, longest: int, capacity: int) -> None:
+    """Of samples longer than half a pack only one is in each; shorter ones fill packs to the last token."""
+    draw = random.Random(1)
+    lengths = [draw.randint(shortest, longest) for _ in range(400)]
+    packs = packs_of([Work(tokens=float(x)) for x in lengths], capacity, packing=True)
+    assert packs.mean.tokens / capacity == pytest.approx(online_fill(lengths, capacity, 128), rel=0.03)
+
+
+def test_an_update_by_muon() -> None:
+    """Its time is that of its products, which all ranks share with --dist-optim alone."""
+
+    def update(gpus: int, *, divided: bool = True) -> float:
+        flags = {"parallel.use_distributed_optimizer": divided}
+        adamw, muon = (predicted(layout(gpus, **flags, **{"optimizer.name": x})) for x in ("adamw", "muon"))
+        return muon.update - adamw.update
+
+    short, long = DECODER.hidden, DECODER.ffn
+    of_square, of_long = (1.5 * (short**2 * x + short**3) + 2 * short**2 * x for x in (short, long))
+    flops = 5 * DECODER.num_layers * (4 * of_square + 3 * of_long)
+    peak = GPUS["h200"].bf16
+    assert 0.6 * peak < flops / update(1) < 0.73 * peak
+    assert update(8) == pytest.approx(update(1) / 8, rel=0.05)
+    assert update(8, divided=False) == pytest.approx(update(1), rel=0.05)
 
 
 def test_experts() -> None:

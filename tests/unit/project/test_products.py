@@ -24,6 +24,7 @@ from benchmarks.peers.prepare import make_lists, make_peer_folder
 from benchmarks.peers.products import PRODUCTS
 from benchmarks.peers.tokens import FIRST_SPECIAL, SPECIAL
 from benchmarks.shapes import SHAPES
+from benchmarks.train_step_options import make_parser
 from benchmarks.train_step_rows import Entry
 
 SHAPE = "tiny-qwen3-vl-moe"
@@ -99,32 +100,49 @@ def test_settings_are_those_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert given["--recompute_granularity"] == "full"
 
 
-def written(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, recompute: bool, *more: str) -> dict[str, Any]:
+def written(folder: Path, name: str, recompute: bool, *more: str) -> dict[str, Any]:
     """The YAML file that a product reads."""
     (folder / name).mkdir(exist_ok=True)
-    monkeypatch.setattr(sys, "argv", ["train_step", "--shape", QWEN, "--peer", name, "--gpus", "2", *more])
-    args = train_step.make_parser().parse_args()
+    args = make_parser().parse_args(["--shape", QWEN, "--peer", name, "--gpus", "2", *more])
     entry = Entry(QWEN, name, 1, 1, 2, 32)
     file = Path(PRODUCTS[name].command(args, entry, "qwen2_5_vl", folder, folder / name, recompute)[-1])
     found: dict[str, Any] = yaml.safe_load(file.read_text())
     return found
 
 
-def test_yaml_files_are_those_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_yaml_files_are_those_of_ours(tmp_path: Path) -> None:
     """Sizes, learning rate, what is trained and how memory is saved follow our command line."""
-    config = written(monkeypatch, tmp_path, "automodel", False, "--seq-length", "2048", "--lr", "3e-5")
+    config = written(tmp_path, "automodel", False, "--seq-length", "2048", "--lr", "3e-5")
     assert config["step_scheduler"]["global_batch_size"] == 32 and config["step_scheduler"]["local_batch_size"] == 2
     assert config["packed_sequence"]["pack_size"] == 2048 and config["optimizer"]["lr"] == 3e-5
     assert config["freeze_config"]["freeze_vision_tower"] and not config["distributed"]["reshard_after_forward"]
-    config = written(monkeypatch, tmp_path, "automodel", True, "--train-vision")
+    config = written(tmp_path, "automodel", True, "--train-vision")
     assert not config["freeze_config"]["freeze_vision_tower"] and config["distributed"]["activation_checkpointing"]
-    config = written(monkeypatch, tmp_path, "veomni", False, "--seq-length", "2048", "--lr", "3e-5", "--train-vision")
+    config = written(tmp_path, "veomni", False, "--seq-length", "2048", "--lr", "3e-5", "--train-vision")
     train = config["train"]
     assert (train["micro_batch_size"], train["global_batch_size"], config["data"]["max_seq_len"]) == (2, 32, 2048)
     assert train["vit_lr"] == train["optimizer"]["lr"] == 3e-5 and not train["freeze_vit"]
     assert not train["gradient_checkpointing"]["enable"] and train["init_device"] == "meta"
-    train = written(monkeypatch, tmp_path, "veomni", True, "--train-vision")["train"]
+    train = written(tmp_path, "veomni", True, "--train-vision")["train"]
     assert train["gradient_checkpointing"]["enable"] and train["accelerator"]["fsdp_config"]["reshard_after_forward"]
+    config = written(tmp_path, "lmms", False, "--seq-length", "2048", "--lr", "3e-5", "--train-vision")
+    assert config["dataset_config"]["packing_length"] == 2048 and config["trainer_args"]["learning_rate"] == 3e-5
+    assert config["trainer_args"]["lr_scheduler_kwargs"] == {"start_factor": 1.0}
+
+
+def test_one_gpu_has_no_fsdp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There nothing would cast fp32 weights for FlashAttention: the products' weights are in bf16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = written(tmp_path, "automodel", False, "--gpus", "1", "optimizer.exp_avg_dtype=bf16")
+    assert config["model"]["torch_dtype"] == "bfloat16" and config["optimizer"]["master_weights"]
+    assert config["optimizer"]["exp_avg_dtype"] == "torch.bfloat16"
+    config = written(tmp_path, "automodel", False)
+    assert config["model"]["torch_dtype"] == "float32" and config["optimizer"]["_target_"] == "torch.optim.AdamW"
+    for gpus, mode, device in (("1", "ddp", "cuda"), ("2", "fsdp2", "meta")):
+        train = written(tmp_path, "veomni", False, "--gpus", gpus)["train"]
+        fsdp = train["accelerator"]["fsdp_config"]
+        assert (fsdp["fsdp_mode"], train["init_device"]) == (mode, device)
+        assert fsdp["mixed_precision"]["enable"] == (gpus != "1")
 
 
 def test_meter_sums_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""The command line of `train_step.py`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from benchmarks.peer_model import Reshard
+from benchmarks.peers.run import refused
+from benchmarks.runs import RECIPES
+from benchmarks.shapes import SHAPES
+from benchmarks.train_step_rows import PEERS, PRODUCTS
+
+GRAPHS = {
+    "off": (),
+    "on": ("model.cuda_graphs=true",),
+    "vision": ("model.cuda_graphs=true", "model.cuda_graphs_vision=true"),
+}
+"""What --cuda-graphs takes."""
+WITH_TOWER = "+vision"
+"""After a recipe: --fp8-vision."""
+LOADERS = 4
+"""Loader processes per GPU. The rank that loads data for tp x pp ranks has those of all of them."""
+OVERRIDE = re.compile(r"\w+(\.\w+)+=")
+"""How an override of our run's configuration begins. Such a word is never a value of an option before it."""
+
+
+def make_parser(description: str = "") -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["llava-1b"])
+    parser.add_argument(
+        "--layouts", nargs="+", default=["1,1"], help="tp,pp or tp,pp,micro-batch size; data parallel over the rest"
+    )
+    parser.add_argument(
+        "--fp8",
+        nargs="+",
+        default=["none"],
+        choices=["none", *RECIPES, *(recipe + WITH_TOWER for recipe in RECIPES)],
+        help=f"recipes; {WITH_TOWER}: in a trained tower too",
+    )
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="without one: CPU processes")
+    parser.add_argument(
+        "--cp", nargs="+", type=int, default=[1], help="ranks that divide samples; every layout of ours with each"
+    )
+    parser.add_argument("--ep", type=int, default=1, help="processes that divide the experts, in every layout of ours")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="packs of one forward pass")
+    parser.add_argument("--global-batch-size", type=int, default=16, help="packs of one step")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--layers", type=int, help="shorten the decoder")
+    parser.add_argument("--iters", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=4, help="first iterations that do not count")
+    parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--images", type=int, default=1, help="of a sample, for long ones")
+    parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
+    parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
+    parser.add_argument(
+        "--lora-r",
+        type=int,
+        help="train adapters of the decoder, ours and the products'; with --weights",
+    )
+    parser.add_argument(
+        "--cuda-graphs", nargs="+", default=["off"], choices=GRAPHS, help="vision: of a trained tower too"
+    )
+    parser.add_argument(
+        "--vision-data-parallel",
+        action="store_true",
+        help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the images",
+    )
+    parser.add_argument(
+        "--fsdp",
+        nargs="+",
+        default=["none"],
+        choices=["none", "optim", "optim_grads", "optim_grads_params"],
+        help="run each layout with these; none: the distributed optimizer",
+    )
+    parser.add_argument(
+        "--weights", action="store_true", help="all layouts begin with the same weights, imported first"
+    )
+    parser.add_argument("--bubble", action="store_true", help="profile one step more where pp > 1")
+    parser.add_argument("--spread", action="store_true", help="profile one step more of ours on all ranks")
+    parser.add_argument("--traces", type=Path, help="profile one step more of ours, and keep the trace in this folder")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--peer", nargs="+", choices=[*PEERS, *PRODUCTS], default=[], help="compare with them")
+    parser.add_argument("--peer-packages", type=Path, help="folder of benchmarks.peers.install, for products")
+    parser.add_argument("--peer-micro-batch-size", type=int, help="packs of a packed peer (default: as ours)")
+    parser.add_argument(
+        "--peer-reshard",
+        choices=get_args(Reshard),
+        default="backward",
+        help="how long a peer keeps gathered weights: until the end of a forward pass, a backward pass, or a step",
+    )
+    parser.add_argument("--peer-compile", action="store_true", help="compile the peers' decoder layers")
+    parser.add_argument("--padded-micro-batch-size", type=int, default=16, help="samples; recomputes decoder layers")
+    parser.add_argument("--padded-micro-batches", type=int, default=4, help="of a step of the padded peer")
+    parser.add_argument("--data", type=Path, help="keep the shards in this folder, for later runs")
+    parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
+    return parser
+
+
+def parse(description: str = "") -> argparse.Namespace:
+    """Read the command line, on which overrides may stand between or after the options."""
+    parser = make_parser(description)
+    overrides = [word for word in sys.argv[1:] if OVERRIDE.match(word)]
+    args = parser.parse_intermixed_args([word for word in sys.argv[1:] if not OVERRIDE.match(word)])
+    args.more += overrides
+    args.weights = args.weights or bool(args.lora_r)  # an adapter belongs to a trained model
+    if args.gpus < 1:
+        parser.error("--gpus must be at least 1: GPUs, or CPU processes where there is no GPU")
+    args.peer_micro_batch_size = args.peer_micro_batch_size or args.micro_batch_size
+    problem = refused(args)
+    if problem:
+        parser.error(problem)
+    if args.peer and args.global_batch_size % (args.peer_micro_batch_size * args.gpus):
+        parser.error("--global-batch-size must be a multiple of --peer-micro-batch-size times --gpus")
+    micro_batch_sizes = {size for _, _, size in sizes(args)}
+    bad = [size for size in micro_batch_sizes if args.global_batch_size % (size * streams(args))]
+    if args.weights and len(micro_batch_sizes) > 1 and bad:
+        parser.error(
+            "layouts with unequal micro-batch sizes read the same samples in a step only if --global-batch-size is a "
+            f"multiple of each times the {streams(args)} streams of the data, which it is not for {bad}"
+        )
+    return args
+
+
+def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """Return tp, pp and micro-batch size of every layout."""
+    layouts = [tuple(int(x) for x in layout.split(",")) for layout in args.layouts]
+    return [(tp, pp, more[0] if more else args.micro_batch_size) for tp, pp, *more in layouts]
+
+
+def streams(args: argparse.Namespace) -> int:
+    """Return how many streams every configuration divides the data into."""
+    return LOADERS * args.gpus

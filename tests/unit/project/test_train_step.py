@@ -1,0 +1,126 @@
+"""train_step: its command line, and what it leaves on the disk."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import runs, train_step
+from benchmarks.record import ROOT
+from benchmarks.train_step_options import parse
+from benchmarks.train_step_rows import Entry
+
+STEP = {"step_seconds": 1.0, "num_tokens": 90, "num_conversations": 2, "tflops_per_device": 1.0, "mfu": None}
+STEP |= {"data_wait_seconds": 0.0, "fill": 1.0, "memory_gib": None, "loss": 2.0}
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
+    """The command line, read."""
+    monkeypatch.setattr(sys, "argv", ["train_step", "--shape", "tiny", *words])
+    return parse()
+
+
+def test_overrides_are_no_values_of_the_option_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they stand; a folder with = in its name is still one."""
+    words = ("--cuda-graphs", "off", "on", "router.force_balance=true", "--work", "/x/a=b", "optimizer.muon.lr=1")
+    args = parsed(monkeypatch, *words)
+    assert args.cuda_graphs == ["off", "on"] and args.work == Path("/x/a=b")
+    assert args.more == ["router.force_balance=true", "optimizer.muon.lr=1"]
+
+
+def test_no_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, "--gpus", "0")
+    assert "--gpus must be at least 1" in capsys.readouterr().err
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> list[tuple[list[str], list[str]]]:
+    """Run train_step without its runs; return the command of each, and what is then in the folder."""
+    seen: list[tuple[list[str], list[str]]] = []
+
+    def fake(command: Sequence[str], result: Path) -> tuple[list[dict[str, Any]], str]:
+        inner = next(x for x in folder.iterdir() if x.name.startswith("tmp"))
+        seen.append((list(command), sorted(x.name for x in inner.iterdir())))
+        if "import-hf" in command:
+            Path(command[command.index("--megatron-dir") + 1]).mkdir()
+        else:
+            result.parent.mkdir(parents=True)
+        return [STEP] * 2, ""
+
+    monkeypatch.setattr(train_step, "run_command", fake)
+    monkeypatch.setattr(train_step, "make_weights", lambda where: (where / "model.safetensors").touch())
+    monkeypatch.setattr(train_step, "make_data", lambda where, *_: where.mkdir())
+    words = ("--gpus", "1", "--iters", "2", "--warm-up", "1", "--work", str(folder), *words)
+    monkeypatch.setattr(sys, "argv", ["train_step", "--shape", "tiny", *words])
+    train_step.main()
+    return seen
+
+
+def test_adapters_get_imported_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All layouts load them; a run's folder is gone when the next one starts, and everything is at the end."""
+    seen = run_main(monkeypatch, tmp_path, "--lora-r", "8", "--fp8", "none", "delayed")
+    (convert, _), (first, of_first), (second, of_second) = seen
+    assert "import-hf" in convert
+    for command in (first, second):
+        assert "--init" not in command and command[command.index("--lora-r") + 1] == "8"
+        assert Path(command[command.index("--megatron-load-dir") + 1]).name == "tiny-megatron"
+    assert of_first == of_second == ["tiny", "tiny-4000", "tiny-megatron"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_go_with_their_last_row(tmp_path: Path) -> None:
+    """Ours after the last of ours, the products' after the last product; another shape's stay."""
+    for name in ("a-megatron", "a-products", "b-megatron"):
+        (tmp_path / name).mkdir()
+    ours, swift, hf = (Entry("a", what, 1, 1, 1, 16) for what in ("none", "swift", "hf"))
+    train_step.remove_weights(tmp_path, "a", [ours, swift, hf])
+    assert (tmp_path / "a-megatron").exists() and (tmp_path / "a-products").exists()
+    train_step.remove_weights(tmp_path, "a", [swift, hf])
+    assert not (tmp_path / "a-megatron").exists() and (tmp_path / "a-products").exists()
+    train_step.remove_weights(tmp_path, "a", [hf, Entry("b", "swift", 1, 1, 1, 16)])
+    assert [x.name for x in tmp_path.iterdir()] == ["b-megatron"]
+
+
+def test_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a run, and before one, where the rows after it still run."""
+    program = f"print('start'); print('OSError: {runs.DISK_FULL}: x'); print('more'); raise SystemExit(1)"
+    lines, error = runs.run_command([sys.executable, "-c", program], tmp_path / "none")
+    assert (lines, error) == ([], f"the disk was full: OSError: {runs.DISK_FULL}: x")
+
+    def full(where: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(train_step, "make_hf_folder", lambda where, *_, **__: full(where))
+    assert run_main(monkeypatch, tmp_path, "--fp8", "none", "delayed") == []
+    assert capsys.readouterr().out.count('"error": "the disk was full: ') == 2
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGKILL,), (signal.SIGINT, signal.SIGINT)])
+def test_work_folder_goes_with_its_process(tmp_path: Path, numbers: Sequence[signal.Signals]) -> None:
+    """Killed, or interrupted twice as by `timeout`."""
+    program = (
+        "import pathlib, time\nfrom benchmarks.work_folder import work_folder\n"
+        f"with work_folder(pathlib.Path({str(tmp_path)!r})) as folder:\n"
+        "    (folder / 'weights').touch()\n    print(flush=True)\n    time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() and list(tmp_path.iterdir())
+    for number in numbers:
+        process.send_signal(number)
+    process.communicate(timeout=60)
+    end = time.monotonic() + 60
+    while list(tmp_path.iterdir()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not list(tmp_path.iterdir())

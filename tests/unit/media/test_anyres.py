@@ -46,7 +46,7 @@ from tests.helpers.class_tokens import assert_same_ids, assert_same_tiles
 from tests.helpers.tiny_hf import make_hf_llava, make_onevision
 
 NEWLINE = -1.0
-NUM_SIZES = [1_000, pytest.param(10_000, marks=pytest.mark.long)]
+NUM_SIZES = [1_000, pytest.param(4_000, marks=pytest.mark.long)]
 
 
 def llava_next() -> PretrainedConfig:

@@ -29,7 +29,7 @@ from tests.helpers.class_checks import batch_of
 from tests.helpers.tiny_qwen import OWN_TOWERS, make_each_kind
 from tests.helpers.videos import noise
 
-NUM_SIZES = [(999, 3), pytest.param(10_008, 18, marks=pytest.mark.long)]
+NUM_SIZES = [(999, 3), pytest.param(4_014, 18, marks=pytest.mark.long)]
 """And how many of them are in each conversation."""
 NUM_ENCODED = 300
 

@@ -41,7 +41,8 @@ class RunLayout:
 
     `layers`: decoder layers of each stage; `virtual`: chunks that a stage consists of. `state_bytes`: of the optimizer
     on the GPU per trained parameter; `matrix_state_bytes`: per weight of a trained linear layer, where the optimizer
-    keeps less of these (Muon). `computed_multiple`: what the number of tokens is padded to.
+    keeps less of these (Muon); `muon_steps`: Newton-Schulz iterations of an update, 0 for AdamW. `computed_multiple`:
+    what the number of tokens is padded to.
     """
 
     world: int
@@ -59,6 +60,7 @@ class RunLayout:
     overlap_param_gather: bool = True
     state_bytes: float = 12.0
     matrix_state_bytes: float = 12.0
+    muon_steps: int = 0
     offloaded_bytes: float = 0.0
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("mlp",)
@@ -173,6 +175,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         overlap_param_gather=parallel.overlap_param_gather,
         state_bytes=in_device,
         matrix_state_bytes=in_device - (4.0 if run.optimizer.name == "muon" else 0.0),
+        muon_steps=run.optimizer.muon_steps if run.optimizer.name == "muon" else 0,
         offloaded_bytes=in_host,
         # What is computed, and how.
         recompute=model.recompute,

@@ -127,7 +127,38 @@ def _after_passes(model: Model, layout: RunLayout, machine: Machine, passes: flo
     update = machine.moved(local * (2 * layout.state_bytes + 4 + 2) + trained * 8)
     if layout.offloaded_bytes:
         update += local * 6 / 25e9 + local * 16 / 100e9  # over PCIe, and in the host's memory
+    if layout.muon_steps:
+        update += max(_orthogonalization(model, layout, stage, machine) for stage in range(layout.pp))
     return exposed, update + fit.host_step
+
+
+def _orthogonalization(model: Model, layout: RunLayout, stage: int, machine: Machine) -> float:
+    """Return the seconds of Muon's Newton-Schulz iterations on the matrices of a stage. With the distributed optimizer
+    all ranks of the stage share them; else those that divide the matrices do."""
+    d, e, t, layers = model.decoder, model.decoder.experts, model.tower, layout.layers[stage]
+    # Rows, columns and number of the matrices, after fused ones are split.
+    matrices: list[tuple[float, float, float]] = []
+    if layout.trains_language:
+        mlps, attention = layers * (1 - d.sparse_share), layers * (1 - d.delta_share)
+        matrices += [(d.hidden, d.queries, 2 * attention), (d.hidden, d.groups * d.head_dim, 2 * attention)]
+        matrices += [(d.hidden, width, layers * d.delta_share) for width in (d.delta_in, d.delta_out)]
+        matrices += [(d.hidden, d.ffn, 3 * mlps)]
+        if e is not None:
+            sparse = 3 * layers * d.sparse_share
+            matrices += [(d.hidden, e.ffn, sparse * e.count), (d.hidden, e.shared, sparse)]
+    if stage == 0 and layout.trains_tower:
+        matrices += [(t.hidden, t.hidden, 4 * t.num_layers), (t.hidden, t.ffn, (3 if t.gated else 2) * t.num_layers)]
+    seconds = sum(number * _newton_schulz(rows, columns, machine) for rows, columns, number in matrices)
+    return layout.muon_steps * seconds / (layout.world / layout.pp if layout.distributed_optimizer else layout.tp)
+
+
+def _newton_schulz(rows: float, columns: float, machine: Machine) -> float:
+    """Return the seconds of an iteration on a matrix: A = X Xᵀ, A A, and their sum times X."""
+    short, long = sorted((rows, columns))
+    # Of a large symmetric product a quarter is not computed (training.optimization.newton_schulz).
+    symmetric = 0.75 if short >= 4096 else 1.0
+    products = machine.product(short, long, short) + machine.product(short, short, short)
+    return symmetric * products + machine.product(short, short, long)
 
 
 def _tower_sum(model: Model, layout: RunLayout, machine: Machine) -> float:

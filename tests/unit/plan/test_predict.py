@@ -216,6 +216,23 @@ def test_packs_are_as_full_as_the_loaders(shortest: int, longest: int, capacity:
     assert packs.mean.tokens / capacity == pytest.approx(online_fill(lengths, capacity, 128), rel=0.03)
 
 
+def test_an_update_by_muon() -> None:
+    """Its time is that of its products, which all ranks share with --dist-optim alone."""
+
+    def update(gpus: int, *, divided: bool = True) -> float:
+        flags = {"parallel.use_distributed_optimizer": divided}
+        adamw, muon = (predicted(layout(gpus, **flags, **{"optimizer.name": x})) for x in ("adamw", "muon"))
+        return muon.update - adamw.update
+
+    short, long = DECODER.hidden, DECODER.ffn
+    of_square, of_long = (1.5 * (short**2 * x + short**3) + 2 * short**2 * x for x in (short, long))
+    flops = 5 * DECODER.num_layers * (4 * of_square + 3 * of_long)
+    peak = GPUS["h200"].bf16
+    assert 0.6 * peak < flops / update(1) < 0.73 * peak
+    assert update(8) == pytest.approx(update(1) / 8, rel=0.05)
+    assert update(8, divided=False) == pytest.approx(update(1), rel=0.05)
+
+
 def test_experts() -> None:
     experts = ExpertShape(count=128, chosen=8, ffn=768, layers=48)
     decoder = Decoder(48, 2048, 0, 32, 4, 128, 151936, head_norms=True, experts=experts)

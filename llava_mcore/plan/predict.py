@@ -148,7 +148,7 @@ def _orthogonalization(model: Model, layout: RunLayout, stage: int, machine: Mac
             matrices += [(d.hidden, e.ffn, sparse * e.count), (d.hidden, e.shared, sparse)]
     if stage == 0 and layout.trains_tower:
         matrices += [(t.hidden, t.hidden, 4 * t.num_layers), (t.hidden, t.ffn, (3 if t.gated else 2) * t.num_layers)]
-    seconds = sum(number * _newton_schulz(rows, columns, machine) for rows, columns, number in matrices)
+    seconds = sum(count * _newton_schulz(rows, columns, machine) for rows, columns, count in matrices)
     return layout.muon_steps * seconds / (layout.world / layout.pp if layout.distributed_optimizer else layout.tp)
 
 

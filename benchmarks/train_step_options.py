@@ -60,9 +60,7 @@ def make_parser(description: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument(
-        "--lora-r",
-        type=int,
-        help="train adapters of the decoder, ours and the products'; with --weights",
+        "--lora-r", type=int, help="train adapters of the decoder, ours and the products'; implies --weights"
     )
     parser.add_argument(
         "--cuda-graphs", nargs="+", default=["off"], choices=GRAPHS, help="vision: of a trained tower too"

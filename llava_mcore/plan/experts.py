@@ -51,8 +51,9 @@ def mixture_of(model: Model, layout: RunLayout, work: Work, machine: Machine) ->
     across = layout.tp * layout.ep > machine.gpu.per_node
     messages = 2 * machine.collective(2 * tokens * e.chosen * d.hidden, ranks, across_nodes=across)
     moved = tokens * e.chosen * (16 * d.hidden + 6 * e.ffn)
-    # Rows are read in bf16 and written in FP8: inputs of both matrices, and the gradients of their outputs.
-    quantized = tokens * e.chosen * 3 * (2 * d.hidden + 3 * e.ffn) / 3
+    # Inputs of both matrices and gradients of their outputs, three bytes a value: read in bf16, written in FP8. A third
+    # of that, since the forward pass counts it once and the backward pass twice.
+    quantized = tokens * e.chosen * (2 * d.hidden + 3 * e.ffn)
     return MixtureCost(grouped + others, in_bf16 + others, messages, moved, quantized)
 
 

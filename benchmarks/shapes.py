@@ -27,6 +27,7 @@ from transformers import (
     Qwen3_5Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    Qwen3VLVideoProcessor,
     SiglipImageProcessor,
     SiglipVisionConfig,
     WhisperFeatureExtractor,
@@ -77,6 +78,8 @@ def random_sizes(shortest: int, longest: int, number: int = 64) -> tuple[Size, .
 
 Kind = Literal["llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_audio"]
 """The model_type of a Hugging Face class."""
+OF_VIDEOS: tuple[Kind, ...] = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+"""Those whose folders by `make_hf_folder` take videos."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +122,17 @@ SHAPES: dict[str, Shape] = {
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 QWEN_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
 AUDIO_SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
+MEDIA_TOKENS = {"<image>": "image_token", "<|image_pad|>": "image_token", "<|video_pad|>": "video_token"}
+MEDIA_TOKENS |= {"<|AUDIO|>": "audio_token"}
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} ASSISTANT:{% else %}"
     "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 QWEN_TEMPLATE = TEMPLATE.replace(
     "USER: {{ m.content }}",
-    "USER: {{ m.content | replace('<|image_pad|>', '<|vision_start|><|image_pad|><|vision_end|>') }}",
+    "USER: {{ m.content | replace('<|image_pad|>', '<|vision_start|><|image_pad|><|vision_end|>')"
+    " | replace('<|video_pad|>', '<|vision_start|><|video_pad|><|vision_end|>') }}",
 )
-
 
 AUDIO_TEMPLATE = TEMPLATE.replace(
     "USER: {{ m.content }}",
@@ -142,20 +147,20 @@ def make_tokenizer(special: Sequence[str] = SPECIAL, template: str = TEMPLATE) -
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return chat_tokenizer(tokenizer, special[4], template)
+    return chat_tokenizer(tokenizer, special, template)
 
 
 def chat_tokenizer(
-    tokenizer: Tokenizer, image_token: str = "<image>", template: str = TEMPLATE
+    tokenizer: Tokenizer, special: Sequence[str] = SPECIAL, template: str = TEMPLATE
 ) -> PreTrainedTokenizerFast:
-    """Give a tokenizer that holds SPECIAL its special tokens and the chat template."""
+    """Give a tokenizer that holds `special` those of its tokens that stand for media, and the chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        extra_special_tokens={"audio_token" if image_token == AUDIO_SPECIAL[4] else "image_token": image_token},
+        extra_special_tokens={MEDIA_TOKENS[token]: token for token in special if token in MEDIA_TOKENS},
         chat_template=template,
     )
 
@@ -270,7 +275,8 @@ def _write_qwen3(
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     )
-    return _save(folder, config, images, tokenizer)
+    videos = Qwen3VLVideoProcessor(size={"shortest_edge": 64 * 64, "longest_edge": 6 * 2048 * 2048})  # as released
+    return _save(folder, config, images, videos, tokenizer)
 
 
 def _write_audio(folder: Path, shape: Shape, text: dict[str, Any]) -> PretrainedConfig:

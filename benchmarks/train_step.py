@@ -8,8 +8,9 @@ Prints tokens/s, TFLOP/s and MFU for each GPU (wall time with data wait, real to
 "÷ first", tokens/s as a multiple of the first configuration's. With --weights or --lora-r all layouts load the same
 weights (random ones differ by layout), and "loss off %" is how far the losses of the steps are at most from the first
 configuration's, which reads the same samples. With --cuda-graphs off on every configuration also runs without graphs,
-and "loss off %" is how far its losses are from those of the same one without. With --bubble one more step of each
-pipelined layout is profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it should be
+and "loss off %" is how far its losses are from those of the same one without. With --videos one of three conversations
+has a video instead of its image, which only ours can read. With --bubble one more step of each pipelined layout is
+profiled: "bubble %" is what the first stage waited for the others, "predicted %" what it should be
 (`benchmarks/read_trace.py`), of the time of all passes. With --spread one more step of every layout is profiled on all
 ranks: "slowest ÷ mean" compares for how long their GPUs compute, without messages. With --traces one more step of every
 layout is profiled, and its trace copied to a folder. With --peer also Hugging Face stacks (`benchmarks/hf_peer.py`) on
@@ -30,7 +31,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from benchmarks import read_trace
-from benchmarks.material import make_audio_shards, make_shards, make_weights
+from benchmarks.material import conversations, make_audio_shards, make_weights, with_videos, write_shards
 from benchmarks.peers.run import chosen, product, products_folder
 from benchmarks.record import RESERVED, show, write_record
 from benchmarks.runs import DISK_FULL, disk_full, run_command, training_command
@@ -108,18 +109,34 @@ def made_data(args: argparse.Namespace, shape: str, folder: Path) -> Path:
     sizes = SHAPES[shape].sizes
     first = next(name for name in args.shape if SHAPES[name].sizes == sizes)  # shapes share them
     of_images = f"-{args.images}-images" if args.images > 1 else ""
-    data: Path = (args.data or folder) / f"{first}-{args.samples}{of_images}"
+    # Videos are cut to fit the packs, so data for other packs has another name.
+    of_videos = f"-{args.videos}-frames-{args.seq_length}" if args.videos else ""
+    data: Path = (args.data or folder) / f"{first}-{args.samples}{of_images}{of_videos}"
     if not data.exists():
-        make_data(data, sizes, args.samples, args.images)
+        make_data(data, sizes, args.samples, args.images, num_frames=args.videos, seq_length=args.seq_length)
     return data
 
 
-def make_data(where: Path, sizes: Sequence[Size], num_samples: int, num_images: int) -> None:
-    """Make shards that appear under their name when they are complete. `sizes`: of images; none for audio clips."""
+def make_data(
+    where: Path,
+    sizes: Sequence[Size],
+    num_samples: int,
+    num_images: int = 1,
+    *,
+    num_frames: int = 0,
+    seq_length: int = 0,
+) -> None:
+    """Make shards that appear under their name when they are complete.
+
+    Args:
+        sizes: of images; none for audio clips.
+        num_frames, seq_length: as for `with_videos`; 0: no videos.
+    """
     parts = where.with_name(where.name + ".partial")
     shutil.rmtree(parts, ignore_errors=True)
     if sizes:
-        make_shards(parts, num_samples=num_samples, sizes=sizes, num_images=num_images)
+        samples = conversations(num_samples, sizes, num_images=num_images)
+        write_shards(parts, with_videos(samples, num_frames, seq_length) if num_frames else samples)
     else:
         make_audio_shards(parts, num_samples=num_samples)
     parts.rename(where)

@@ -10,10 +10,11 @@ from typing import get_args
 
 import torch
 
+from benchmarks.material import VIDEO_SIZES, pair_tokens
 from benchmarks.peer_model import Reshard
 from benchmarks.peers.run import refused
 from benchmarks.runs import RECIPES
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import OF_VIDEOS, SHAPES
 from benchmarks.train_step_rows import PEERS, PRODUCTS
 
 GRAPHS = {
@@ -57,6 +58,13 @@ def make_parser(description: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--warm-up", type=int, default=4, help="first iterations that do not count")
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--images", type=int, default=1, help="of a sample, for long ones")
+    parser.add_argument(
+        "--videos",
+        type=int,
+        default=0,
+        metavar="FRAMES",
+        help="one of three conversations has a video of about so many frames, two per second, instead of its images",
+    )
     parser.add_argument("--lr", type=float, default=1e-5, help="ours and the peers', from the first step to the last")
     parser.add_argument("--train-vision", action="store_true", help="also train the vision tower")
     parser.add_argument(
@@ -113,7 +121,7 @@ def parse(description: str = "") -> argparse.Namespace:
     if args.gpus < 1:
         parser.error("--gpus must be at least 1: GPUs, or CPU processes where there is no GPU")
     args.peer_micro_batch_size = args.peer_micro_batch_size or args.micro_batch_size
-    problem = refused(args)
+    problem = why_no_videos(args) or refused(args)
     if problem:
         parser.error(problem)
     if args.peer and args.global_batch_size % (args.peer_micro_batch_size * args.gpus):
@@ -126,6 +134,24 @@ def parse(description: str = "") -> argparse.Namespace:
             f"multiple of each times the {streams(args)} streams of the data, which it is not for {bad}"
         )
     return args
+
+
+def why_no_videos(args: argparse.Namespace) -> str:
+    """Return why --videos is refused, or nothing."""
+    if args.videos == 0:
+        return ""
+    if args.videos < 2:
+        return f"--videos {args.videos}: give at least 2 frames, which Qwen's towers merge, or 0 for no videos"
+    for shape in args.shape:
+        if SHAPES[shape].kind not in OF_VIDEOS:
+            known = ", ".join(name for name, x in SHAPES.items() if x.kind in OF_VIDEOS)
+            return f"--videos: {shape} takes no videos here; shapes that do: {known}"
+    if args.peer:
+        return f"--videos is for ours alone: leave out --peer {' '.join(args.peer)}, whose data has images only"
+    least = 2 * max(pair_tokens(*size) for size in VIDEO_SIZES)
+    if args.seq_length < least:
+        return f"--videos needs --seq-length {least} or more, half of it for two frames; it is {args.seq_length}"
+    return ""
 
 
 def sizes(args: argparse.Namespace) -> list[tuple[int, int, int]]:

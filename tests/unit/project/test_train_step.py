@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -14,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from benchmarks import runs, train_step
+from benchmarks.material import Sample, make_videos, pair_tokens, with_videos
 from benchmarks.record import ROOT
+from benchmarks.shapes import make_hf_folder
 from benchmarks.train_step_options import parse
 from benchmarks.train_step_rows import Entry
+from llava_mcore.config.sections.data import DataConfig
+from llava_mcore.data.encode.assets import load_assets
+from llava_mcore.data.loader.train_loader import TrainLoader
 
 STEP = {"step_seconds": 1.0, "num_tokens": 90, "num_conversations": 2, "tflops_per_device": 1.0, "mfu": None}
 STEP |= {"data_wait_seconds": 0.0, "fill": 1.0, "memory_gib": None, "loss": 2.0}
@@ -44,6 +51,61 @@ def test_no_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "--gpus must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--shape", "tiny", "tiny-qwen2.5-vl"), "tiny takes no videos here; shapes that do: qwen2.5-vl-7b, "),
+        (("--shape", "tiny-onevision"), "tiny-onevision takes no videos here"),
+        (("--shape", "tiny-qwen2.5-vl", "--peer", "hf"), "leave out --peer hf, whose data has images only"),
+        (("--shape", "tiny-qwen3.5", "--seq-length", "512"), "--seq-length 598 or more"),
+        (("--shape", "tiny-qwen3.5", "--videos", "1"), "at least 2 frames"),
+    ],
+)
+def test_videos_that_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: Sequence[str], reason: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, "--videos", "16", *words)
+    assert reason in capsys.readouterr().err
+
+
+def test_videos_fit_in_half_a_pack() -> None:
+    """An even number of frames of one size, each different, between half and twice as many as asked for."""
+    videos = make_videos(4, 1200)
+    sizes = [Image.open(io.BytesIO(video[0])).size for video in videos]
+    assert len(set(sizes)) == 3 and {len(video) for video in videos} == {2, 4, 6}  # the cut ones had 8
+    for size, video in zip(sizes, videos, strict=True):
+        assert len(set(video)) == len(video) and len(video) // 2 * pair_tokens(*size) <= 600
+        assert {Image.open(io.BytesIO(frame)).size for frame in video} == {size}
+
+
+def test_one_of_three_conversations_has_a_video() -> None:
+    """The others are as they were; with another length of packs, data has another name."""
+    plain = [Sample("<image>\nWhat is this?", "x" * 3000, b"image") for _ in range(300)]
+    blend = with_videos(plain, 2, 1200)
+    changed = [new for old, new in zip(plain, blend, strict=True) if new is not old]
+    assert 80 < len(changed) < 120 and len({new.video for new in changed}) > 10
+    assert all(new.picture is None and new.video and len(new.answer) < 600 for new in changed)
+
+
+@pytest.mark.parametrize("shape", ["tiny-qwen2.5-vl", "tiny-qwen3-vl-moe"])
+def test_blend_of_videos_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str) -> None:
+    """By the shape's own folder, without a sample that is skipped."""
+    words = ("--videos", "4", "--seq-length", "2048", "--samples", "16", "--images", "2", "--train-vision")
+    args = parsed(monkeypatch, "--shape", shape, *words)
+    data = train_step.made_data(args, shape, tmp_path)
+    assert data.name == f"{shape}-16-2-images-4-frames-2048"
+    make_hf_folder(tmp_path / "hf", shape, seq_length=2048)
+    config = DataConfig(path=data, seq_length=2048, num_workers=0, packing=False)
+    assets = load_assets(tmp_path / "hf")
+    loader = TrainLoader(config, assets, micro_batch_size=1, dp_rank=0, dp_size=1, seed=0)
+    batches = [next(loader) for _ in range(16)]
+    loader.close()
+    video = assets.plan.video_token_id
+    with_video = sum(bool((batch.input_ids == video).any()) for batch in batches)
+    assert with_video > 2 and not any(batch.skipped for batch in batches)
+
+
 def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> list[tuple[list[str], list[str]]]:
     """Run train_step without its runs; return the command of each, and what is then in the folder."""
     seen: list[tuple[list[str], list[str]]] = []
@@ -59,7 +121,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> list
 
     monkeypatch.setattr(train_step, "run_command", fake)
     monkeypatch.setattr(train_step, "make_weights", lambda where: (where / "model.safetensors").touch())
-    monkeypatch.setattr(train_step, "make_data", lambda where, *_: where.mkdir())
+    monkeypatch.setattr(train_step, "make_data", lambda where, *_, **__: where.mkdir())
     words = ("--gpus", "1", "--iters", "2", "--warm-up", "1", "--work", str(folder), *words)
     monkeypatch.setattr(sys, "argv", ["train_step", "--shape", "tiny", *words])
     train_step.main()

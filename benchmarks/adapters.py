@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.material import make_shards, make_weights
 from benchmarks.record import RESERVED, ROOT, show, write_record
-from benchmarks.runs import run_command, training_command
+from benchmarks.runs import parse_with_overrides, run_command, training_command
 from benchmarks.shapes import SHAPES, make_hf_folder
 from benchmarks.train_step_peer import ENVIRONMENT
 
@@ -117,8 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--work", type=Path, help="folder for weights and data (default: the temporary one)")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
-    return parser.parse_args()
+    return parse_with_overrides(parser)
 
 
 def measure(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: Path) -> None:

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.material import make_shards
 from benchmarks.record import ROOT, write_record
-from benchmarks.runs import ending_with_us, read_lines, training_command
+from benchmarks.runs import ending_with_us, parse_with_overrides, read_lines, training_command
 from benchmarks.shapes import SHAPES, make_hf_folder
 from llava_mcore.checkpoint.layout import iteration_folder
 
@@ -74,8 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4000, help="conversations in the shards, read again and again")
     parser.add_argument("--dir", type=Path, help="folder for data and checkpoints (default: the temporary one)")
     parser.add_argument("--json", "--out", type=Path)
-    parser.add_argument("more", nargs="*", help="key=value overrides of the run's configuration")
-    return parser.parse_args()
+    return parse_with_overrides(parser)
 
 
 def command(args: argparse.Namespace, folder: Path) -> list[str]:

@@ -133,7 +133,8 @@ def by_transformers(
 ) -> float:
     """Return the seconds that Hugging Face's class needs for the prompts in one batch."""
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(hf).to(device=device, dtype=dtype).eval()
+    with device:
+        model = LlavaForConditionalGeneration._from_config(hf, dtype=dtype).eval()
     ids = torch.cat([prompt.batch.input_ids for prompt in prompts]).to(device)
     pixels = torch.cat([prompt.batch.media[PIXEL_VALUES] for prompt in prompts]).to(device=device, dtype=dtype)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.material import make_shards
 from benchmarks.record import ROOT, show, write_record
-from benchmarks.runs import ending_with_us, read_lines, training_command
+from benchmarks.runs import ending_with_us, parse_with_overrides, read_lines, training_command
 from benchmarks.shapes import SHAPES, make_hf_folder
 
 OPTIMIZERS = ("adamw", "muon")
@@ -45,8 +45,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=4, help="packs of a GPU's step")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-4, 3e-4])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("more", nargs="*", help="key=value overrides of all runs")
-    args = parser.parse_intermixed_args()
+    args = parse_with_overrides(parser)
     runs = [(name, lr) for lr in args.lr for name in OPTIMIZERS]
     at_once = max(1, torch.cuda.device_count() // args.gpus)
     with tempfile.TemporaryDirectory() as work:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +20,24 @@ from llava_mcore.processes.parent import tied_command
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 """What --fp8-recipe takes."""
+OVERRIDE = re.compile(r"\w+(\.\w+)+=")
+"""How an override of a run's configuration begins. Such a word is never a value of an option before it."""
 DISK_FULL = "No space left on device"
 """How the system says it."""
+
+
+def parse_with_overrides(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read a command line; `more` gets the key=value overrides, which may stand before, between or after options.
+
+    Args:
+        words: by default those of this process.
+    """
+    words = sys.argv[1:] if words is None else words
+    parser.add_argument("more", nargs="*", help="key=value overrides of our runs' configuration")
+    overrides = [word for word in words if OVERRIDE.match(word)]
+    args = parser.parse_intermixed_args([word for word in words if not OVERRIDE.match(word)])
+    args.more += overrides
+    return args
 
 
 def training_command(options: Mapping[str, object], *more: object) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -13,7 +11,7 @@ import torch
 from benchmarks.material import VIDEO_SIZES, pair_tokens
 from benchmarks.peer_model import Reshard
 from benchmarks.peers.run import refused
-from benchmarks.runs import RECIPES
+from benchmarks.runs import RECIPES, parse_with_overrides
 from benchmarks.shapes import OF_VIDEOS, SHAPES
 from benchmarks.train_step_rows import PEERS, PRODUCTS
 
@@ -27,8 +25,6 @@ WITH_TOWER = "+vision"
 """After a recipe: --fp8-vision."""
 LOADERS = 4
 """Loader processes per GPU. The rank that loads data for tp x pp ranks has those of all of them."""
-OVERRIDE = re.compile(r"\w+(\.\w+)+=")
-"""How an override of our run's configuration begins. Such a word is never a value of an option before it."""
 
 
 def make_parser(description: str = "") -> argparse.ArgumentParser:
@@ -107,16 +103,13 @@ def make_parser(description: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="keep the shards in this folder, for later runs")
     parser.add_argument("--work", type=Path, help="folder for the data (default: the system's temporary one)")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("more", nargs="*", help="key=value overrides of our run's configuration")
     return parser
 
 
 def parse(description: str = "") -> argparse.Namespace:
-    """Read the command line, on which overrides may stand between or after the options."""
+    """Read the command line and refuse what cannot be measured."""
     parser = make_parser(description)
-    overrides = [word for word in sys.argv[1:] if OVERRIDE.match(word)]
-    args = parser.parse_intermixed_args([word for word in sys.argv[1:] if not OVERRIDE.match(word)])
-    args.more += overrides
+    args = parse_with_overrides(parser)
     args.weights = args.weights or bool(args.lora_r)  # an adapter belongs to a trained model
     if args.gpus < 1:
         parser.error("--gpus must be at least 1: GPUs, or CPU processes where there is no GPU")

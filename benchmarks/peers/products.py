@@ -56,8 +56,8 @@ PRODUCTS: Mapping[str, Product] = {
     "lmms": Product(
         "lmms-engine 0.1.4",
         (
-            *("lmms-engine==0.1.4", "transformers==5.8.1", "jsonlines==4.0.0", "loguru==0.7.3", "torchdata==0.11.0"),
-            *COMMON,
+            *("lmms-engine==0.1.4", "transformers==5.8.1", "tokenizers==0.22.2", "jsonlines==4.0.0", "loguru==0.7.3"),
+            *("torchdata==0.11.0", *COMMON),
         ),
         lmms.KINDS,
         lmms.CHANGED,

@@ -23,6 +23,7 @@ from benchmarks.peers.flash_interface import apply_rotary_emb, pad_input, unpad_
 from benchmarks.peers.prepare import make_lists, make_peer_folder
 from benchmarks.peers.products import PRODUCTS
 from benchmarks.peers.tokens import FIRST_SPECIAL, SPECIAL
+from benchmarks.runs import parse_with_overrides
 from benchmarks.shapes import SHAPES
 from benchmarks.train_step_options import make_parser
 from benchmarks.train_step_rows import Entry
@@ -103,7 +104,7 @@ def test_settings_are_those_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def written(folder: Path, name: str, recompute: bool, *more: str) -> dict[str, Any]:
     """The YAML file that a product reads."""
     (folder / name).mkdir(exist_ok=True)
-    args = make_parser().parse_args(["--shape", QWEN, "--peer", name, "--gpus", "2", *more])
+    args = parse_with_overrides(make_parser(), ["--shape", QWEN, "--peer", name, "--gpus", "2", *more])
     entry = Entry(QWEN, name, 1, 1, 2, 32)
     file = Path(PRODUCTS[name].command(args, entry, "qwen2_5_vl", folder, folder / name, recompute)[-1])
     found: dict[str, Any] = yaml.safe_load(file.read_text())

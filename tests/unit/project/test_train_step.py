@@ -20,6 +20,7 @@ from PIL import Image
 from benchmarks import runs, train_step
 from benchmarks.material import Sample, make_videos, pair_tokens, with_videos
 from benchmarks.record import ROOT
+from benchmarks.runs import parse_with_overrides
 from benchmarks.shapes import make_hf_folder
 from benchmarks.train_step_options import parse
 from benchmarks.train_step_rows import Entry
@@ -43,6 +44,14 @@ def test_overrides_are_no_values_of_the_option_before_them(monkeypatch: pytest.M
     args = parsed(monkeypatch, *words)
     assert args.cuda_graphs == ["off", "on"] and args.work == Path("/x/a=b")
     assert args.more == ["router.force_balance=true", "optimizer.muon.lr=1"]
+
+
+def test_overrides_are_no_numbers_either() -> None:
+    """As in `muon_loss --lr 1e-4 3e-4 model.cuda_graphs=true`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, nargs="+")
+    args = parse_with_overrides(parser, ["--lr", "1e-4", "3e-4", "model.cuda_graphs=true"])
+    assert args.lr == [1e-4, 3e-4] and args.more == ["model.cuda_graphs=true"]
 
 
 def test_no_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

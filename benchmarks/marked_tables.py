@@ -17,19 +17,23 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
 IN_FP8 = "÷ hf-fp8"
-PEERS = {
+REAL = {
     "÷ swift": "Megatron-SWIFT",
+    "÷ automodel": "NeMo Automodel",
+    "÷ veomni": "VeOmni",
     "÷ lmms": "lmms-engine",
+}
+PEERS = REAL | {
     "÷ hf": "Hugging Face, packed",
     IN_FP8: "Hugging Face in FP8, packed",
     "÷ hf-padded": "Hugging Face, padded",
     "÷ PEFT": "PEFT with Liger",
 }
 """Columns of ratios to a peer that was measured in the same run."""
-BEST_FIRST = ("÷ swift", "÷ lmms", "÷ hf-padded", "÷ hf", "÷ PEFT")
-"""The peer that a row names, if there are several: products first."""
+BEST_FIRST = ("÷ hf-padded", "÷ hf", "÷ PEFT")
+"""The peer that a row names, if there are several and no product among them."""
 IN_BF16 = {"none": "", "ours lora": "", "ours nf4": " (NF4)"}
-WITH_FP8 = {"delayed": "", "delayed+vision": " (tower too)", "ours fp8only": ""}
+WITH_FP8 = {"delayed": "", "tensorwise": " (tensorwise)", "delayed+vision": " (tower too)", "ours fp8only": ""}
 """Our rows -> what is said beside their speed."""
 MEASURED = {
     "train_step_7b_2": "LLaVA-1.5-7B",
@@ -38,7 +42,7 @@ MEASURED = {
     "train_step_qwen2_5_vl_2": "Qwen2.5-VL-7B, tower trained",
     "train_step_qwen2_5_vl_2_frozen": "Qwen2.5-VL-7B",
     "train_step_qwen2_audio_1": "Qwen2-Audio-7B, 8 of 32 layers",
-    "train_step_qwen3_vl_8b_1": "Qwen3-VL-8B, tower trained, 16 of 36 layers",
+    "train_step_qwen3_vl_moe_1": "Qwen3-VL-30B-A3B, 8 of 48 layers, newer version",
     "train_step_qwen3_5_9b_1": "Qwen3.5-9B, 12 of 32 layers",
     "train_step_qwen2_5_vl_1_long_128k": "Qwen2.5-VL-7B, 14 of 28 layers, packs of 131,072 tokens",
     "train_step_qwen3_vl_moe_4": "Qwen3-VL-30B-A3B, ep 4",
@@ -52,12 +56,12 @@ MEASURED = {
 """Files of results in the table of docs/performance.md, and what they are called there."""
 PRODUCTS = {
     "products_qwen3_vl_30b_a3b": "Qwen3-VL-30B-A3B, 8 of 48 layers",
-    "products_qwen3_vl_8b": "Qwen3-VL-8B",
+    "products_qwen3_vl_8b": "Qwen3-VL-8B, tower trained, 16 of 36 layers",
     "products_qwen2_5_vl_7b": "Qwen2.5-VL-7B, tower trained, 14 of 28 layers",
     "products_qwen2_5_vl_7b_lora": "Qwen2.5-VL-7B, LoRA",
 }
 """Files of runs beside products: those that exist come first in the tables."""
-ON_FRONT_PAGE = ("train_step_7b_2", "train_step_onevision_2", "train_step_qwen2_5_vl_2", "adapters_7b_nf4")
+ON_FRONT_PAGE = ("train_step_7b_2", "train_step_onevision_2", "adapters_7b_nf4")
 CHAOS_ROW = re.compile(r"^\| ([\w -]+) \| (\d+) \| (\d+) \| [\d.]+ s \|$", re.MULTILINE)
 """What happened, rounds, rounds that ended as they should."""
 QWEN_FROZEN = "train_step_qwen2_5_vl_2_frozen"
@@ -98,13 +102,39 @@ def speed_table(names: Sequence[str], *, memory: bool) -> str:
         ours = _fastest(_rows(name))
         plain = next(row for row in ours if row["what"] in IN_BF16)
         fp8 = next((row for row in ours if row["what"] in WITH_FP8), {})
-        peer = next((x for x in BEST_FIRST if x in plain), None)
+        peer = _best_peer(plain)
         cells = [(PRODUCTS | MEASURED)[name], _gpu(name), _speed(plain, IN_BF16), _speed(fp8, WITH_FP8)]
         cells += [PEERS[peer], _ratio(plain, peer), _ratio(fp8, peer)] if peer else ["not measured", "-", "-"]
         cells += [_ratio(fp8, IN_FP8)]
         cells += [_gib(plain), _gib(fp8), str(plain.get("MFU %", "-"))] if memory else []
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def products() -> str:
+    """Return a table with a row per run beside products: our speed, every product's, and the ratio to the best; then
+    the commands."""
+    names = beside_products()
+    measured = {row["what"] for name in names for row in _rows(name)}
+    titles = [title for title in REAL.values() if title in measured]
+    lines = [f"| model | GPUs | ours | {' | '.join(titles)} | ours ÷ best |", "|---" * (len(titles) + 4) + "|"]
+    commands = []
+    for name in names:
+        ours = next(row for row in _fastest(_rows(name)) if row["what"] == "none")
+        speeds = {row["what"]: f"{row['tok/s/GPU']:,}" for row in _rows(name)}
+        best = _best_peer(ours)
+        assert best in REAL, f"{name}: no product has been measured in this run"
+        cells = [PRODUCTS[name], _gpu(name), f"{ours['tok/s/GPU']:,}", *(speeds.get(title, "-") for title in titles)]
+        lines.append(f"| {' | '.join(cells)} | {ours[best]:.2f} |")
+        command = " ".join(_read(name)["about"]["command"])
+        commands += [f"# {PRODUCTS[name]}", f"python -m benchmarks.train_step --peer-packages products {command}"]
+    return "\n".join([*lines, "", "```shell", *commands, "```", ""])
+
+
+def _best_peer(row: Row) -> str | None:
+    """Return the column of the fastest product beside a row of ours; of another peer where there is no product."""
+    beside = [name for name in REAL if name in row]
+    return min(beside, key=lambda name: row[name]) if beside else next((x for x in BEST_FIRST if x in row), None)
 
 
 def _fastest(rows: Sequence[Row]) -> list[Row]:
@@ -197,6 +227,7 @@ def _gpu(name: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "README.md": front_page,
     "docs/performance.md": lambda: speed_table((*beside_products(), *MEASURED), memory=True),
+    "docs/products.md": products,
     "examples/llava-1.5-7b/README.md": llava,
     "examples/llava-onevision-7b/README.md": lambda: _steps(
         [(name, _rows(name)[0]) for name in ("train_step_onevision_2", "train_step_siglip_qwen_4")]

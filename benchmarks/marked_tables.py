@@ -23,6 +23,7 @@ REAL = {
     "÷ veomni": "VeOmni",
     "÷ lmms": "lmms-engine",
 }
+"""Columns of ratios to published programs."""
 PEERS = REAL | {
     "÷ hf": "Hugging Face, packed",
     IN_FP8: "Hugging Face in FP8, packed",

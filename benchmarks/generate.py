@@ -119,12 +119,19 @@ def recompute(model: VisionLanguageModel, groups: Groups, prompt: Prompt, num_ne
 
 
 def timed(
-    model: VisionLanguageModel, groups: Groups, prompts: list[Prompt], settings: Settings, num_rows: int
+    model: VisionLanguageModel,
+    groups: Groups,
+    prompts: list[Prompt],
+    settings: Settings,
+    num_rows: int,
+    *,
+    graphs: bool = False,
 ) -> tuple[float, list[list[int]]]:
     """Return seconds and tokens of all prompts with the cache."""
     start = time.perf_counter()
     fields = architecture_of(model.hf).fields
-    found = {x.index: x.tokens for x in generate([model], groups, iter(prompts), settings, fields, num_rows=num_rows)}
+    answers = generate([model], groups, iter(prompts), settings, fields, num_rows=num_rows, graphs=graphs)
+    found = {x.index: x.tokens for x in answers}
     return time.perf_counter() - start, [found[number] for number in range(len(prompts))]
 
 
@@ -195,6 +202,10 @@ def measure(args: argparse.Namespace, hf: PretrainedConfig, settings: Settings) 
         if args.device == "cpu" and tokens[0] != expected:
             raise SystemExit("the cache changes the answer")
         rates.append((f"cache, {prompts_of(num_rows)}", num_rows * args.num_new / seconds))
+        if args.device == "cuda":
+            seconds, _ = timed(model, groups, prompts[:num_rows], settings, num_rows, graphs=True)
+            name = f"cache and CUDA graphs, {prompts_of(num_rows)}"
+            rates.append((name, num_rows * args.num_new / seconds))
     if args.transformers and groups.rank == 0:
         del model
         for num_rows in args.rows:

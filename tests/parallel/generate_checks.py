@@ -109,5 +109,5 @@ def answers(
         model = load_model(groups, checkpoint, **options)
         folder = hf_folder(checkpoint)
         settings = read_settings(folder, model.hf, None, max_new_tokens=num_new, sampling=TokenSampling())
-        found[name] = tokens_of(groups, [model], folder, asked, settings, num_rows=3)
+        found[name] = tokens_of(groups, [model], folder, asked, settings, num_rows=3, graphs=True)
     return found

@@ -91,13 +91,13 @@ def _answer(groups: Groups, stored: StoredModel, job: Job, num_rows: int) -> lis
     settings = raise_together(groups, lambda: _settings(stored.checkpoint, model, job, eos[0] if eos else None))
     fields = architecture_of(model.hf).fields
     if opened is None:
-        for _ in generate([model], groups, None, settings, fields, num_rows=num_rows):
+        for _ in generate([model], groups, None, settings, fields, num_rows=num_rows, graphs=True):
             pass
         return []
     assets, total, questions = opened
     asked = PromptQueue(questions, assets, settings)
     with shown_progress(total) as show, written_to(job.partial) as write:
-        answers = generate([model], groups, asked.prompts(), settings, fields, num_rows=num_rows)
+        answers = generate([model], groups, asked.prompts(), settings, fields, num_rows=num_rows, graphs=True)
         for done, answer in enumerate(answers, 1):
             asked.answered(answer.index, answer.tokens)
             show(done)

@@ -36,14 +36,19 @@ PIECE = 256
 """The capacity of a cache, in tokens, is a multiple of this."""
 
 
+def whole_pieces(length: int) -> int:
+    """Return a number of tokens, rounded up to whole pieces of a cache."""
+    return math.ceil(length / PIECE) * PIECE
+
+
 class CachedRows:
     """The state of the sequences, for the caches of all layers.
 
     `prefilled`: the row whose prompt is being read, of `prompt_length` tokens before its padding; None while every row
-    gets one token. `lengths`: int64 [r] on the
-    device, tokens of each row before this pass. `longest`: the largest of them. `sees_images`: bool [r], whether the
-    tokens of a row's answer see an image, in a model whose layers attend to images. `contexts`: the ranks that divide
-    the tokens of a prompt; None: each has all of them.
+    gets one token. `lengths`: int64 [r] on the device, tokens of each row before this pass. `num_columns`: tokens of a
+    cache that the pass reads, the longest row's or more. `num_growths`: how often a cache has been reallocated.
+    `sees_images`: bool [r], whether the tokens of a row's answer see an image, in a model whose layers attend to
+    images. `contexts`: the ranks that divide the tokens of a prompt; None: each has all of them.
     """
 
     def __init__(self, num_rows: int, device: torch.device, contexts: dist.ProcessGroup | None = None) -> None:
@@ -51,7 +56,8 @@ class CachedRows:
         self.prefilled: int | None = None
         self.prompt_length = 0
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.longest = 0
+        self.num_columns = 0
+        self.num_growths = 0
         self.sees_images = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     def divided(self, x: Tensor) -> DividedRow | None:
@@ -103,7 +109,7 @@ class CachedAttention(SDPAttention):
         values[row, :, : len(key)] = value[:, 0].transpose(0, 1)
 
     def _next_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        num_rows, lengths, end = self.rows.num_rows, self.rows.lengths, self.rows.longest + 1
+        num_rows, lengths, end = self.rows.num_rows, self.rows.lengths, self.rows.num_columns
         keys, values = self._reserved(end, key)
         each = torch.arange(num_rows, device=key.device)
         keys[each, :, lengths] = key[:num_rows, 0]
@@ -125,7 +131,8 @@ class CachedAttention(SDPAttention):
     def _reserved(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values with room for a number of tokens."""
         if self.keys is None or self.values is None or self.keys.shape[2] < length:
-            room = math.ceil(length / PIECE) * PIECE
+            room = whole_pieces(length)
+            self.rows.num_growths += 1
             shape = (self.rows.num_rows, like.shape[2], room, like.shape[3])
             self.keys, self.values = (_grown(x, like.new_zeros(shape)) for x in (self.keys, self.values))
         return self.keys, self.values

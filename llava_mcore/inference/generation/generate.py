@@ -115,6 +115,7 @@ def generate(
     *,
     num_rows: int,
     multiple: int = 1,
+    graphs: bool = False,
 ) -> Iterator[Answer]:
     """Yield the answers of one model replica as they are finished; a collective call of the replica's ranks, and of all
     ranks where replicas share experts.
@@ -125,13 +126,15 @@ def generate(
         fields: of the prompts' media.
         num_rows: prompts that are answered at the same time.
         multiple: numbers of tokens are padded to a multiple of this; prompts already are.
+        graphs: on a GPU, run passes of single tokens as a CUDA graph; the model must have no hooks that talk to other
+            ranks.
 
     Raises:
         LlavaMcoreError: on all ranks of the replica, if `prompts` raised one. Replicas that share experts with it end
             early.
     """
     with torch.no_grad(), cached_rows(models, num_rows, groups.device) as rows:
-        model = CachedModel(models, groups, rows, multiple=multiple)
+        model = CachedModel(models, groups, rows, multiple=multiple, graphs=graphs)
         yield from _AnswerLoop(model, prompts, settings, fields, num_rows).answers()
 
 

@@ -15,6 +15,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from llava_mcore.inference.generation.cache import CachedRows
+from llava_mcore.inference.generation.token_graph import TokenGraph, can_capture
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.layers import TwoRopeSelfAttention
 from llava_mcore.models.multimodal import VisionLanguageModel
@@ -70,9 +71,16 @@ class CachedModel:
     of the model's ranks."""
 
     def __init__(
-        self, models: Sequence[VisionLanguageModel], groups: Groups, rows: CachedRows, *, multiple: int = 1
+        self,
+        models: Sequence[VisionLanguageModel],
+        groups: Groups,
+        rows: CachedRows,
+        *,
+        multiple: int = 1,
+        graphs: bool = False,
     ) -> None:
-        """multiple: numbers of tokens are padded to a multiple of this (sequence parallelism, FP8)."""
+        """multiple: numbers of tokens are padded to a multiple of this (sequence parallelism, FP8). graphs: run the
+        passes of single tokens as a CUDA graph where the model can."""
         self.models, self.groups, self.rows = models, groups, rows
         self.config = models[0].config
         is_divided = self.config.sequence_parallel
@@ -81,6 +89,8 @@ class CachedModel:
         """Tokens of a pass that gives each row its next token, with padding."""
         self._angles = [TokenAngles(model.language_model, groups.device) for model in models]
         self._ring = dist.get_process_group_ranks(groups.pipeline_parallel)
+        captures = graphs and groups.device.type == "cuda" and can_capture(models)
+        self._graph = TokenGraph(rows, self._logits) if captures else None
 
     def read_prompt(self, batch: MicroBatch, length: int, row: int) -> Tensor | None:
         """Read one prompt into a row.
@@ -138,7 +148,7 @@ class CachedModel:
             On the last stage this rank's part of the next tokens' logits, [r, v / tp].
         """
         rows, padding = self.rows, (0, self.num_tokens - len(tokens))
-        rows.longest = max(lengths)
+        rows.num_columns = max(lengths) + 1
         rows.lengths.copy_(torch.tensor(lengths))
         ids = torch.nn.functional.pad(tokens, padding)[None]
         position_ids = torch.nn.functional.pad(positions, padding)[None]
@@ -152,8 +162,16 @@ class CachedModel:
             seen = torch.nn.functional.pad(rows.sees_images, padding)[:, None]
             return embeddings, {"context_mask": seen} if model.attends_to_images else {}
 
+        if self._graph is not None:
+            return self._graph.run(start(self.models[0])[0], by_axis)[: rows.num_rows, 0]
         hidden = self._run(start, by_axis)
         return None if hidden is None else self.models[-1].language_model.local_logits(hidden)[: rows.num_rows, 0]
+
+    def _logits(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
+        """Return this rank's logits [s, 1, v / tp] of a model that is one chunk."""
+        hidden = self._run(lambda _: (embeddings, {}), position_ids)
+        assert hidden is not None
+        return self.models[0].language_model.local_logits(hidden)
 
     def _run(self, start: Start, position_ids: Tensor) -> Tensor | None:
         """Run all chunks of this rank, one row of tokens; the last stage returns hidden states [s, 1, h]."""

@@ -22,6 +22,8 @@ FITTED = {
     ("train_step_1b_2_gbs96.json", 0),
     ("train_step_1b_2_gbs96.json", 1),
     ("train_step_1b_2_gbs96.json", 3),
+    ("train_step_7b_2_fsdp.json", 1),
+    ("train_step_7b_2_tp_overlap.json", 1),
     ("train_step_13b_2.json", 0),
     ("train_step_13b_2.json", 1),
     ("train_step_13b_2_pp.json", 1),
@@ -156,8 +158,10 @@ def _train_step(file: Path) -> Iterator[Row]:
             more.append("model.cuda_graphs_vision=true")
         if "interleaved" in what:
             more.append("parallel.num_layers_per_virtual_pipeline_stage=8")
-        if "sequence parallel" in what:
+        if "sequence parallel" in what or row.get("overlap", "off") == "on":
             more.append("parallel.sequence_parallel=true")
+        if row.get("overlap", "off") == "on":
+            more.append("parallel.tp_comm_overlap=true")
         world = row["tp"] * row.get("cp", 1) * row["pp"] * row["dp"]
         run = _run(flags, more)
         seconds, gib, old = row["s/step"], row["GiB"], file.name in ALLOCATED

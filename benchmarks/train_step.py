@@ -152,13 +152,24 @@ def write(args: argparse.Namespace, entries: Sequence[Entry]) -> None:
 def planned(args: argparse.Namespace, shape: str) -> list[Entry]:
     """Return the configurations of a shape: ours, then the peers."""
     entries = [
-        Entry(shape, fp8, *size, args.global_batch_size, whole_towers=whole, graphs=graphs, cp=cp, fsdp=fsdp)
+        Entry(
+            shape,
+            fp8,
+            *size,
+            args.global_batch_size,
+            whole_towers=whole,
+            graphs=graphs,
+            cp=cp,
+            fsdp=fsdp,
+            overlap=overlap,
+        )
         for size in sizes(args)
         for cp in args.cp
         for fp8 in args.fp8
         for graphs in args.cuda_graphs
         for fsdp in args.fsdp
         for whole in ((False, True) if args.vision_data_parallel and size[0] > 1 else (False,))
+        for overlap in (args.tp_comm_overlap if size[0] > 1 else ["off"])
     ]
     padded = (args.padded_micro_batch_size, args.padded_micro_batch_size * args.padded_micro_batches * args.gpus)
     packed = (args.peer_micro_batch_size, args.global_batch_size)
@@ -194,7 +205,9 @@ def ours(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, out: 
     flags += ["--lora-r", str(args.lora_r), "--lora-alpha", str(2 * args.lora_r)] if args.lora_r else []
     flags += ["--vision-data-parallel", "on" if entry.whole_towers else "off"] if entry.tp > 1 else []
     flags += ["--fsdp", entry.fsdp] if entry.fsdp != "none" else []
-    flags += ["--sequence-parallel"] if entry.tp > 1 and "num_experts" in SHAPES[entry.shape].text else []
+    divides_tokens = "num_experts" in SHAPES[entry.shape].text or args.tp_comm_overlap != ["off"]
+    flags += ["--sequence-parallel"] if entry.tp > 1 and divides_tokens else []
+    flags += ["--tp-comm-overlap"] if entry.overlap == "on" else []
     if entry.what != "none":
         flags += ["--fp8", "--fp8-recipe", entry.what.removesuffix(WITH_TOWER)]
         flags += ["--fp8-vision"] if entry.what.endswith(WITH_TOWER) else []

@@ -75,6 +75,13 @@ def make_parser(description: str = "") -> argparse.ArgumentParser:
         help="run each layout with tp > 1 a second time, with whole towers whose ranks divide the images",
     )
     parser.add_argument(
+        "--tp-comm-overlap",
+        nargs="+",
+        default=["off"],
+        choices=["off", "on"],
+        help="run each layout with tp > 1 with sequence parallelism, and its messages as these say",
+    )
+    parser.add_argument(
         "--fsdp",
         nargs="+",
         default=["none"],

@@ -37,6 +37,8 @@ class Entry:
     """Of ours: ranks that divide samples."""
     fsdp: str = "none"
     """Of ours: what --fsdp divides."""
+    overlap: str = "off"
+    """Of ours: whether tensor parallelism's messages overlap with products; a choice of --tp-comm-overlap."""
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
@@ -64,6 +66,8 @@ def row_of(args: argparse.Namespace, entry: Entry, entries: Sequence[Entry]) -> 
         row |= {"ep": args.ep}
     if args.vision_data_parallel:
         row |= {"tower": "whole" if entry.whole_towers else "divided"}
+    if args.tp_comm_overlap != ["off"] and not entry.is_peer:
+        row |= {"overlap": entry.overlap}
     if args.fsdp != ["none"] and not entry.is_peer:
         row |= {"fsdp": entry.fsdp}
     if args.cuda_graphs != ["off"] and not entry.is_peer:
@@ -110,7 +114,7 @@ def without_graphs(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
     """Return the entry without graphs that is otherwise as one with graphs; None without such an entry."""
 
     def held(x: Entry) -> tuple[object, ...]:
-        return x.shape, x.what, x.tp, x.cp, x.pp, x.micro_batch_size, x.whole_towers, x.fsdp
+        return x.shape, x.what, x.tp, x.cp, x.pp, x.micro_batch_size, x.whole_towers, x.fsdp, x.overlap
 
     return next(
         (x for x in entries if x.graphs == "off" != entry.graphs and x.losses and held(x) == held(entry)),

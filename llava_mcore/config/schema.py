@@ -104,6 +104,9 @@ class ParallelConfig(Section):
     gets fewer. none: equal stages, or as set by num_layers_in_first_pipeline_stage and …_last_…."""
     sequence_parallel: Annotated[bool, Flag("--sequence-parallel"), _TENSOR] = False
     """With tensor parallelism, also divide the tokens between the divided parts of a layer: less activation memory."""
+    tp_comm_overlap: Annotated[bool, Flag("--tp-comm-overlap"), Needs("parallel.sequence_parallel")] = False
+    """With sequence parallelism on GPUs of one node, send the messages of tensor parallelism while matrix products run,
+    by Transformer Engine's user buffers."""
     vision_data_parallel: Annotated[
         Literal["auto", "on", "off"],
         BeforeValidator(_as_switch),
@@ -132,7 +135,7 @@ class ParallelConfig(Section):
     overlap_param_gather: bool = True
     """On GPUs with the distributed optimizer, gather updated weights while the next forward pass already runs."""
     backend: Annotated[Literal["nccl", "gloo"] | None, Flag("--backend")] = None
-    """Communication backend. Default: nccl with GPUs, gloo without."""
+    """Communication backend. Default: nccl with GPUs, gloo without. torch's packages are built without mpi."""
 
     @property
     def divides_images(self) -> bool:
@@ -206,6 +209,12 @@ class RunConfig(Section):
         """SAVE_DIR/NAME. Only for runs that passed `check_run`, which requires a save folder."""
         assert self.checkpoint.save_dir is not None
         return self.checkpoint.save_dir / self.name
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether all forward passes of training have the same number of tokens, as CUDA graphs and Transformer
+        Engine's user buffers need."""
+        return self.model.cuda_graphs or self.parallel.tp_comm_overlap
 
     @property
     def non_persistent_dir(self) -> Path:

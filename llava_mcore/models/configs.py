@@ -107,11 +107,12 @@ class ModelOptions:
     `initialize` False does not initialize weights, which will be loaded. `on_cpu` allocates nothing on a GPU even if
     there is one. `transformer_impl`: implementation of the layers of decoder and encoder; checkpoints are the same.
     `context_parallel_size`: ranks that divide the tokens of the decoder; `cp_comm_type`: how Transformer Engine's
-    attention exchanges them. `plain_linears`: the decoder's linear layers are megatron-core's own, even with
-    Transformer Engine's other layers. `vision_data_parallel`: every tensor-parallel rank has the whole tower and runs
-    it on a part of the images. `expert_model_parallel_size`: ranks that divide a layer's experts;
-    `expert_tensor_parallel_size`: those that divide each of them. `force_balance`: routers choose by random numbers
-    instead of their logits, to measure speed.
+    attention exchanges them. `tp_comm_overlap`: messages of tensor parallelism overlap with the decoder's products, for
+    which `compat.transformer_engine` must have opened buffers. `plain_linears`: the decoder's linear layers are
+    megatron-core's own, even with Transformer Engine's other layers. `vision_data_parallel`: every tensor-parallel rank
+    has the whole tower and runs it on a part of the images. `expert_model_parallel_size`: ranks that divide a layer's
+    experts; `expert_tensor_parallel_size`: those that divide each of them. `force_balance`: routers choose by random
+    numbers instead of their logits, to measure speed.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -121,6 +122,7 @@ class ModelOptions:
     cp_comm_type: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] | None = None
     stages: Stages = Stages()
     sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
     make_vocab_size_divisible_by: int = 128
     initialize: bool = True
     deterministic: bool = False
@@ -164,6 +166,7 @@ def part_configs(hf: PretrainedConfig, options: ModelOptions) -> PartConfigs:
         "pipeline_dtype": options.params_dtype,
         "deallocate_pipeline_outputs": True,
         "sequence_parallel": options.sequence_parallel,
+        "tp_comm_overlap": options.tp_comm_overlap,
     }
     # Each part's fields from Hugging Face's config.
     heads = {"num_attention_heads": options.tensor_model_parallel_size}  # for a connector without one

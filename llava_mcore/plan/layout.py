@@ -53,6 +53,7 @@ class RunLayout:
     num_micro_batches: int
     virtual: int = 1
     sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
     divides_images: bool = False
     """Whether the ranks of a stage have the whole tower each, and divide the images."""
     distributed_optimizer: bool = False
@@ -167,6 +168,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         virtual=max(1, layers[0] // chunk) if chunk and pp > 1 else 1,
         # Who has which part of the model and of the optimizer.
         sequence_parallel=parallel.sequence_parallel and tp > 1,
+        tp_comm_overlap=parallel.tp_comm_overlap and tp > 1,
         divides_images=parallel.divides_images,
         distributed_optimizer=parallel.divides_optimizer,
         fsdp=parallel.fsdp,
@@ -197,7 +199,7 @@ def layout_of(run: RunConfig, world: int, num_layers: int) -> RunLayout:
         # Tokens of a pass, and who divides them.
         packing=run.data.packing,
         seq_length=run.data.seq_length,
-        computed_multiple=loader_multiple(run) if model.cuda_graphs else pad_multiple(run),
+        computed_multiple=loader_multiple(run) if run.has_fixed_shapes else pad_multiple(run),
         vocab_multiple=model.make_vocab_size_divisible_by,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,

@@ -118,6 +118,8 @@ def _after_passes(model: Model, layout: RunLayout, machine: Machine, passes: flo
     # With --fsdp, weights that stay whole are gathered after the update.
     beside_passes = layout.overlap_param_gather and layout.fsdp in ("none", "optim_grads_params")
     hidden_gather = fit.exposed if beside_passes else 1.0
+    if layout.fsdp == "optim_grads_params":
+        hidden_reduce = hidden_gather = fit.fsdp_exposed
     exposed = reduce * hidden_reduce + gather * hidden_gather
     exposed += _tower_sum(model, layout, machine)
     if layout.fsdp == "optim_grads_params":

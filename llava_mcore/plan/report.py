@@ -28,7 +28,8 @@ def describe(layout: RunLayout) -> str:
     if len(set(layout.layers)) > 1:
         words.append("layers " + "+".join(map(str, _shortened(layout.layers))))
     words += [f"FSDP {layout.fsdp}"] * (layout.fsdp != "none") + [f"HSDP {layout.replicas}"] * (layout.replicas > 1)
-    words += ["sequence parallel"] * layout.sequence_parallel + ["whole towers"] * layout.whole_towers
+    words += ["sequence parallel"] * layout.sequence_parallel + ["overlapped messages"] * layout.tp_comm_overlap
+    words += ["whole towers"] * layout.whole_towers
     words += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
     words += ["recompute tower"] * layout.recompute_vision + ["graphs"] * layout.graphs
     words += [f"FP8 {layout.fp8}"] * (layout.fp8 != "none")
@@ -184,7 +185,6 @@ def missing_flags(run: RunConfig) -> list[str]:
         "--megatron-load-dir": run.checkpoint.load or run.checkpoint.init,
         "--data-path": run.data.path,
         "--save-dir": run.checkpoint.save_dir,
-        "--train-iters": run.training.train_iters or run.training.train_samples or run.training.train_epochs,
     }
     return [flag for flag, value in values.items() if not value]
 

@@ -157,9 +157,12 @@ def _powers(limit: int) -> list[int]:
 
 def _options(searched: Searched, tp: int, cp: int, pp: int) -> Iterator[Changes]:
     """Yield values of the options beside the sizes of groups."""
-    run, vary = searched.run, searched.vary
-    graphs = run.data.packing and pp == cp == 1 and searched.model.decoder.experts is None
+    run, vary, decoder = searched.run, searched.vary, searched.model.decoder
+    graphs = run.data.packing and pp == cp == 1 and decoder.experts is None
     trains_tower = not run.model.freeze_vision_model and not run.adapter.is_on
+    is_dense = not (decoder.experts is not None or decoder.delta_layers or searched.model.dims().num_cross_layers)
+    overlaps = 1 < tp <= searched.gpu.per_node and cp == 1 and run.data.packing and is_dense
+    overlaps = overlaps and run.training.fp8_recipe != "blockwise"
     axes: list[list[Changes]] = [
         [{"parallel.sequence_parallel": tp > 1, "parallel.use_distributed_optimizer": True}],
         [{"model.recompute": x} for x in ("none", "selective", "full")],
@@ -171,7 +174,7 @@ def _options(searched: Searched, tp: int, cp: int, pp: int) -> Iterator[Changes]
         towers = [{"model.freeze_vision_model": x} for x in (True, False)]
         trains_tower = True
     divided = ("none", "optim_grads_params") if pp == 1 and searched.world > tp * cp else ("none",)
-    if searched.model.decoder.experts is None:
+    if decoder.experts is None:
         axes.append([{"parallel.fsdp": x, "parallel.hsdp_replicas": 1} for x in divided])
     axes.append(towers)
     axes.append([{"model.recompute_vision": x} for x in (("none", "full") if trains_tower else ("none",))])
@@ -195,7 +198,9 @@ def _options(searched: Searched, tp: int, cp: int, pp: int) -> Iterator[Changes]
             continue
         if options["model.freeze_vision_model"] and options["model.recompute_vision"] != "none":
             continue
-        yield options
+        is_adapted = options.get("adapter.r", run.adapter.r) is not None
+        can_overlap = overlaps and options.get("parallel.fsdp", "none") == "none" and not is_adapted
+        yield options | {"parallel.tp_comm_overlap": can_overlap}
 
 
 def _expert_sizes(searched: Searched, pp: int) -> list[int]:

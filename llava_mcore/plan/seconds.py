@@ -168,6 +168,7 @@ def _decoder_layer(
     quantizing *= machine.fit.quantizing * fp8
     restoring = _restoring(model, layout, machine)
     messages = 2 * machine.collective(2 * 2 * tokens * d.hidden, tp, across_nodes=tp > machine.gpu.per_node)
+    messages *= machine.fit.tp_overlap if layout.tp_comm_overlap else 1.0
     messages += d.sparse_share * mixture.messages
     waits = exposed_messages(model, layout, work, machine, scores)
     # With sequence parallelism the backward pass gathers the inputs of two matrices again.

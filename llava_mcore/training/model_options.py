@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
     """Return the run's options for building its model. Raises ConfigError like the functions below."""
     _require_gradients(run, groups, hf)
     _require_grouped_fp8(run, groups, hf)
+    _require_one_node(run, groups)
     model = run.model
     return ModelOptions(
         params_dtype=params_dtype(run),
@@ -39,6 +41,7 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         plain_linears=dequantizes_matrices(run),
         stages=stages(run, groups, hf.text_config.num_hidden_layers),
         sequence_parallel=run.parallel.sequence_parallel,
+        tp_comm_overlap=run.parallel.tp_comm_overlap,
         attention_backend=model.attention_backend,
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
         initialize=initialize,
@@ -50,6 +53,18 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         vision_data_parallel=run.parallel.divides_images,
         force_balance=run.router.force_balance,
     )
+
+
+def _require_one_node(run: RunConfig, groups: Groups) -> None:
+    """Raise ConfigError if messages between nodes would have to overlap with products."""
+    if not run.parallel.tp_comm_overlap:
+        return
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
+    if per_node % groups.tp_size:
+        raise ConfigError(
+            f"--tp-comm-overlap works between GPUs of one node: with {per_node} processes per node, --tp "
+            f"{groups.tp_size} reaches across nodes; lower --tp to a divisor, or omit the flag"
+        )
 
 
 def _require_gradients(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> None:
@@ -95,6 +110,10 @@ def transformer_impl(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> Li
     if run.model.cuda_graphs and chosen == "local":
         raise ConfigError(
             "--cuda-graphs needs Transformer Engine's layers: install transformer-engine, or omit the flag"
+        )
+    if run.parallel.tp_comm_overlap and chosen == "local":
+        raise ConfigError(
+            "--tp-comm-overlap needs Transformer Engine's layers: install transformer-engine, or omit the flag"
         )
     if chosen == "transformer_engine" and not usable:
         raise ConfigError(f"{setting} needs GPUs and the package transformer-engine: install it, or omit {setting}")

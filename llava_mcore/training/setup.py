@@ -21,6 +21,7 @@ from llava_mcore.adapters.factors import adapter_state
 from llava_mcore.checkpoint.choose_start import StartPoint
 from llava_mcore.checkpoint.dist import model_state
 from llava_mcore.compat.megatron.fsdp import ShardedModel
+from llava_mcore.compat.transformer_engine import open_user_buffers, overlap_full_passes
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
@@ -39,7 +40,12 @@ from llava_mcore.training.graphs.model_graphs import model_graphs
 from llava_mcore.training.load_model import load_adapted, load_checkpoint
 from llava_mcore.training.loss_terms import loss_terms
 from llava_mcore.training.model_options import model_options
-from llava_mcore.training.optimization.data_parallel import DataParallelModel, TowerGradients, data_parallel
+from llava_mcore.training.optimization.data_parallel import (
+    DataParallelModel,
+    TowerGradients,
+    data_parallel,
+    fuse_weight_gradients,
+)
 from llava_mcore.training.optimization.muon_matrices import find_matrices
 from llava_mcore.training.optimization.optimizer import build_optimizer, build_scheduler
 
@@ -229,6 +235,10 @@ def build_models(
     options = model_options(run, groups, hf, initialize=initialize)
     num_virtual = options.stages.virtual
     set_virtual_stages(num_virtual)
+    tokens = run.training.micro_batch_size * run.data.seq_length
+    if options.tp_comm_overlap:
+        width = hf.text_config.hidden_size
+        open_user_buffers(tokens, width, groups.tp_size, options.params_dtype, fp8=options.fp8 is not None)
     models = [
         VisionLanguageModel(
             hf,
@@ -242,9 +252,11 @@ def build_models(
     # Settings that depend on the run, not only on the model.
     for model in models:
         set_trained(model, trained)
+        if options.tp_comm_overlap:
+            overlap_full_passes(model.language_model.decoder, tokens // groups.tp_size)
         has_sum = run.parallel.fsdp == "none"  # of gradients over micro-batches, whole and all the time
-        if options.transformer_impl == "transformer_engine" and has_sum:
-            fuse_weight_gradients(model)
+        if options.transformer_impl == "transformer_engine" and (has_sum or run.parallel.divides_weights):
+            fuse_weight_gradients(model, experts=has_sum)
         if model.post_process:  # with fp16 the gradient of the loss is its scale
             model.language_model.output_layer.adds_to_main_grad = has_sum and options.params_dtype != torch.float16
             model.language_model.output_layer.terms = loss_terms(run)
@@ -255,17 +267,6 @@ def build_models(
         if initialize and model.pre_process and options.vision_data_parallel:
             copy_from_first_rank(model.vision_model)
     return models
-
-
-def fuse_weight_gradients(model: VisionLanguageModel) -> None:
-    """Let Transformer Engine's layers add weight gradients to the fp32 sum themselves, without a copy in between.
-
-    The configuration's gradient_accumulation_fusion would do so too, but then megatron-core's own output layer
-    demands Apex.
-    """
-    for module in model.modules():
-        if vars(module).get("fuse_wgrad_accumulation") is False:
-            module.fuse_wgrad_accumulation = True
 
 
 def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:

@@ -12,6 +12,7 @@ import torch
 from llava_mcore.checkpoint.layout import hf_folder, iteration_folder
 from llava_mcore.convert.import_hf import import_hf
 from tests.gpu import fsdp_checks
+from tests.gpu.fsdp_checks import SMALL_LR
 from tests.gpu.option_checks import BF16
 from tests.helpers.tiny_hf import make_hf_llava
 from tests.helpers.world import run_world
@@ -52,7 +53,12 @@ def test_losses_and_memory(checkpoint: Path, tmp_path: Path) -> None:
 def test_resumed_by_the_other_kind(checkpoint: Path, tmp_path: Path) -> None:
     """Bit for bit as the same kind; as the other one with the same tensors, and losses within bf16's rounding."""
     hf = str(hf_folder(iteration_folder(checkpoint, 0)))
-    model = {"checkpoint": str(checkpoint), "hf": hf, "save_dir": str(tmp_path), "more": BF16}
+    model = {
+        "checkpoint": str(checkpoint),
+        "hf": hf,
+        "save_dir": str(tmp_path),
+        "more": BF16 | {"optimizer.lr": SMALL_LR},
+    }
     expected = run_world(2, train_and_save, tp=1, kinds=["distributed", *MODES], **model)[0]
     pairs = [(kind, kind) for kind in MODES] + [(WHOLE, "distributed"), ("distributed", WHOLE)]
     found = run_world(2, resume_and_train, tp=1, replicas=1, pairs=pairs, **model)[0]

@@ -26,6 +26,7 @@ from llava_mcore.config.rules.parallel import (
     replica_words,
 )
 from llava_mcore.config.rules.schedule import check_schedule
+from llava_mcore.config.rules.tensor_overlap import check_overlapped_model, check_tensor_overlap
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.files.hf_files import hub_hint
@@ -112,6 +113,7 @@ def check_run(
     errors = [
         *check_values(run, typed),
         *check_options(run, device_available),
+        *check_tensor_overlap(run, device_available),
         *check_context(run, device_available),
         *check_batch(run, world_size),
     ]
@@ -139,6 +141,7 @@ def check_run(
             errors += check_fp8_tower(dims, 1 if divides else tp, source)
         errors += [*check_delta_nets(run, dims, source), *check_experts(run, dims, world_size, source)]
         errors += [*check_context_model(run, dims, source), *check_cross_attention(run, dims, source)]
+        errors += check_overlapped_model(run, dims, source)
         errors += check_cross_stages(dims, pp, source) if pp != even_pp else []
         if run.model.drop_class_token and dims.keeps_class_token:
             errors.append(
@@ -276,7 +279,7 @@ def data_to_read(run: RunConfig) -> DataConfig:
 def loader_multiple(run: RunConfig) -> int:
     """Return the multiple to which the loader pads the tokens of a micro-batch: whole packs for graphs of the layers,
     which have fixed shapes."""
-    return run.data.seq_length if run.model.cuda_graphs else pad_multiple(run)
+    return run.data.seq_length if run.has_fixed_shapes else pad_multiple(run)
 
 
 def check_length(seq_length: int, dims: ModelDims, source: str) -> Iterator[str]:

@@ -64,7 +64,8 @@ class ModelConfig(Section):
         Flag("--fused-attn", after="--no-add-class-token", value="fused"),
         Flag("--flash-attn", value="flash"),
     ] = None
-    """Attention by cuDNN's fused kernels or by the package flash-attn. Default: Transformer Engine chooses."""
+    """Attention by cuDNN's fused kernels or by the package flash-attn, which must be installed
+    (docs/install.md). Default: Transformer Engine chooses."""
     make_vocab_size_divisible_by: Size = 128
     """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
 

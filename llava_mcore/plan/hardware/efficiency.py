@@ -20,7 +20,9 @@ class Efficiency:
     of adapters; `memory` of the memory's bandwidth; `link` of the links' in collectives. `grouped_fp8`: fraction of the
     rate of FP8 products in those of experts, measured in the forward pass.
     Factors of what is counted: `moved`, `tower_moved` of the bytes of a layer beside its products (fused kernels move
-    less than one by one), `quantizing` of those that FP8 adds; `exposed` of the messages between replicas.
+    less than one by one), `quantizing` of those that FP8 adds; `exposed` of the messages between replicas,
+    `fsdp_exposed` where weights are divided over them; `tp_overlap` of tensor parallelism's messages that overlap with
+    products.
     Seconds of the host: `host_layer`, `host_tower` for the kernels of a layer, both passes; `host_step` for a step. By
     what a decoder layer takes longer: `host_fp8`, `host_lora`, `host_tp`, and `host_experts` with experts;
     `host_graph`: what remains with graphs.
@@ -50,6 +52,8 @@ class Efficiency:
     tower_moved: float = 1.15
     host_step: float = 0.0252
     exposed: float = 1.0
+    fsdp_exposed: float = 0.35
+    tp_overlap: float = 0.5
     fragmentation: float = 0.005
     graph_tensors: float = 1.5
     graph_gradients: float = 0.6

@@ -16,6 +16,7 @@ from torch import Tensor
 from llava_mcore.compat.megatron.fsdp import MeshGroups, ShardedModel, own_gradients, own_shards
 from llava_mcore.compat.megatron.gradients import gradient_ranges, reduce_in_fixed_order, scale_at_full_bandwidth
 from llava_mcore.config.schema import RunConfig
+from llava_mcore.models.language.experts import ExpertMatrices
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import alike, whole_name
 from llava_mcore.parallel.groups import Groups, group_of_this_rank, tensor_parallel_group
@@ -91,6 +92,23 @@ def _communication_unit(model: MegatronModule) -> int:
     Megatron-FSDP's own default is a billion or more.
     """
     return 2 * max(sum(p.numel() for p in x.parameters()) for x in model.modules() if isinstance(x, TransformerLayer))
+
+
+def fuse_weight_gradients(model: VisionLanguageModel, *, experts: bool) -> None:
+    """Let layers add weight gradients to the fp32 sum themselves, without a copy in between. With divided weights,
+    Transformer Engine's write them into the fp32 buffer that is reduced.
+
+    The configuration's gradient_accumulation_fusion would do so too, but then megatron-core's own output layer
+    demands Apex.
+
+    Args:
+        experts: also grouped products, which need a sum.
+    """
+    for module in model.modules():
+        if isinstance(module, ExpertMatrices) and not experts:
+            continue
+        if vars(module).get("fuse_wgrad_accumulation") is False:
+            module.fuse_wgrad_accumulation = True
 
 
 @contextmanager

@@ -116,6 +116,7 @@ FLAG_TABLE: list[tuple[str, str, Any]] = [
     ("--tp 2", "parallel.tensor_model_parallel_size", 2),
     ("--pp 4", "parallel.pipeline_model_parallel_size", 4),
     ("--dist-optim", "parallel.use_distributed_optimizer", True),
+    ("--tp-comm-overlap", "parallel.tp_comm_overlap", True),
     ("--fsdp optim_grads", "parallel.fsdp", "optim_grads"),
     ("--hsdp 2", "parallel.hsdp_replicas", 2),
     ("--backend gloo", "parallel.backend", "gloo"),

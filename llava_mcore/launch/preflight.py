@@ -35,9 +35,14 @@ def resolve(run: RunConfig, gpu_count: int) -> tuple[RunConfig, int]:
     gpus = run.launch.num_gpus
     per_node = gpus if gpus > 0 else len(run.launch.chosen_gpus) or max(1, gpu_count)
     num_nodes = run.launch.num_nodes or 1
+    training = run.training
+    has_length = any(x is not None for x in (training.train_iters, training.train_samples, training.train_epochs))
     changes = {
         "parallel": {"backend": run.parallel.backend or ("nccl" if gpu_count else "gloo")},
-        "training": {"precision": run.training.precision or ("bf16" if gpu_count else "fp32")},
+        "training": {
+            "precision": training.precision or ("bf16" if gpu_count else "fp32"),
+            "train_epochs": training.train_epochs if has_length else 1.0,
+        },
         "launch": {"num_gpus": per_node, "num_nodes": num_nodes},
         "checkpoint": {name: _absolute(getattr(run.checkpoint, name)) for name in _FOLDERS},
         "adapter": {

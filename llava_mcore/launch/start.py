@@ -100,8 +100,9 @@ class Launch:
         if training.samples_to_read is None:
             return ""
         limit = "at most " if self.run.data.packing else ""
+        epochs = "1 epoch" if training.train_epochs == 1 else f"{training.train_epochs:g} epochs"
         return (
-            f"\n{training.train_epochs:g} epochs of {training.epoch_samples:,} samples = "
+            f"\n{epochs} of {training.epoch_samples:,} samples = "
             f"{training.samples_to_read:,} samples: {limit}{training.num_iterations:,} iterations"
         )
 

@@ -10,7 +10,7 @@ from llava_mcore.config.sections.training import TrainingConfig
 
 def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[str]:
     """Yield problems of the run's length, its ramp-up or its schedule."""
-    # Exactly one flag sets the length of the run.
+    # At most one flag sets the length of the run; `resolve` sets it otherwise.
     lengths = {
         "--train-iters": training.train_iters,
         "--train-samples": training.train_samples,
@@ -20,11 +20,6 @@ def check_schedule(training: TrainingConfig, optimizer: OptimizerConfig) -> Iter
     if len(flags) > 1:
         both = "both" if len(flags) == 2 else "all"
         yield f"{' and '.join(flags)} {both} set the length of the run: give only one of them"
-    elif not flags:
-        yield (
-            "training.train_iters is missing: give the number of iterations with --train-iters, or --train-samples or "
-            "--train-epochs"
-        )
     # A run by epochs has no number of iterations before it ends.
     if training.train_epochs is not None and optimizer.lr_wsd_decay_iters is not None:
         yield (

@@ -26,8 +26,8 @@ class TrainingConfig(Section):
     flag_group = "training"
 
     train_iters: Annotated[Iterations | None, Flag("--train-iters")] = None
-    """Iterations (optimizer steps) of the whole run, including those before a resume; required unless train_samples or
-    train_epochs is given."""
+    """Iterations (optimizer steps) of the whole run, including those before a resume. Default: one pass through the
+    data, unless train_samples or train_epochs is given."""
     train_samples: Annotated[Samples | None, Flag("--train-samples")] = None
     """Length of the whole run in samples: as many whole iterations as fit into them."""
     train_epochs: Annotated[float | None, Flag("--train-epochs")] = Field(None, gt=0, le=10**6)

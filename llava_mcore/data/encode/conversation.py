@@ -206,8 +206,17 @@ def chat_from_standard(sample: Any) -> ChatSample:
     if isinstance(sample, ChatSample):
         return sample
     if not isinstance(sample, VQASample):
-        hint = "; prepare text-only samples as CrudeWebdataset" if isinstance(sample, TextSample) else ""
-        raise DataError(f"a {type(sample).__name__} cannot be trained on, only VQASample and crude samples{hint}")
+        kind = type(sample).__name__
+        if isinstance(sample, TextSample):
+            advice = "prepare text-only samples as CrudeWebdataset"
+        else:
+            advice = (
+                "prepare the shards again. In energon's list choose the class VQAWebdataset or VQASample, whose number "
+                "depends on energon's version, or run: energon prepare FOLDER --force-overwrite --non-interactive "
+                "--split-ratio 1,0,0 --sample-type VQASample --field-map "
+                """'{"image": "jpg", "context": "json[question]", "answers": "txt"}'"""
+            )
+        raise DataError(f"a {kind} cannot be trained on, only VQASample and crude samples: {advice}")
     if not isinstance(sample.image, bytes):
         raise DataError(f"the field image is {type(sample.image).__name__}, not an image such as jpg; see field_map")
     answers = [sample.answers] if isinstance(sample.answers, str) else sample.answers

@@ -52,7 +52,7 @@ OPEN_ERRORS = (
 
 MAX_EPOCHS = "max_epochs"
 """Our own key of a dataset in a blend: passes after which it is left out."""
-NO_EPOCHS = "give training.epoch_samples=N, or --train-iters or --train-samples in place of --train-epochs"
+NO_EPOCHS = "give training.epoch_samples=N, or the length of the run with --train-iters or --train-samples"
 
 
 @dataclass(frozen=True)

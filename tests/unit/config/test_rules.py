@@ -32,7 +32,6 @@ def test_a_good_run_has_no_problem(good: list[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["training.train_iters=null"], ["training.train_iters is missing: give", "--train-iters"]),
         (["checkpoint.save_dir=null"], ["checkpoint.save_dir is missing", "--save-dir"]),
         (["checkpoint.save_dir=/dev/null"], ["--save-dir /dev/null is not a folder"]),
         (["checkpoint.hf_dir=/nowhere/hf"], ["--tokenizer-load-dir /nowhere/hf: no such folder"]),
@@ -181,7 +180,7 @@ def test_all_problems_come_together() -> None:
 
 
 def test_without_dims_the_other_rules_still_hold(good: list[str]) -> None:
-    run = load_run_config(None, [*good, "training.train_iters=null"])
+    run = load_run_config(None, [*good, "checkpoint.init=true"])
     assert len(check_run(run, None, world_size=8, device_available=False)) == 1
 
 

@@ -255,6 +255,12 @@ def test_other_sample_types_are_refused(tmp_path: Path, assets: Assets) -> None:
     with pytest.raises(DataError, match=r"TextSample cannot be trained on.*text-only samples as CrudeWebdataset"):
         next(open_loader(tmp_path, assets))
     (tmp_path / ".nv-meta" / "dataset.yaml").write_text(
+        "sample_type:\n  __module__: megatron.energon\n  __class__: CaptioningSample\n"
+        "field_map:\n  image: jpg\n  caption: txt\n"
+    )
+    with pytest.raises(DataError, match=r"a CaptioningSample cannot be trained on.*VQASample --field-map '{.*}'"):
+        next(open_loader(tmp_path, assets))
+    (tmp_path / ".nv-meta" / "dataset.yaml").write_text(
         "sample_type: {__module__: nowhere, __class__: X}\nfield_map: {}\n"
     )
     with pytest.raises(DataError, match=r"dataset\.yaml.*nowhere"):

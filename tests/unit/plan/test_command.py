@@ -45,7 +45,7 @@ def test_the_best_command_is_one_that_run_accepts(folder: Path, capsys: pytest.C
     assert command[:4] == ["python", "-m", "llava_mcore", "train"]
     assert plan.main([*arguments, "--save-dir", "runs"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "to run it, add --megatron-load-dir, --data-path, --train-iters"
+    assert last == "to run it, add --megatron-load-dir, --data-path"
     more = ["--save-dir", "runs", "--train-iters", "1"]
     run = parse_command_line([*command[4:], *more], "train").load()
     assert run.launch.num_gpus == 8

@@ -14,7 +14,7 @@ from llava_mcore.config.rules.schedule import schedule_samples
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.data.loader.datasets import samples_per_epoch
 from llava_mcore.errors import ConfigError, DataError
-from llava_mcore.launch.preflight import with_epochs
+from llava_mcore.launch.preflight import resolve, with_epochs
 from llava_mcore.prepare.shard_plan import Counting, Options
 from llava_mcore.training.logs.pace import Pace
 from llava_mcore.training.saving.state import TrainingProgress
@@ -59,7 +59,6 @@ def test_the_schedule_counts_the_samples_that_are_read() -> None:
             ["training.train_epochs=2", "optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_iters=2"],
             "give --lr-wsd-decay-samples",
         ),
-        ([], "or --train-samples or --train-epochs"),
     ],
 )
 def test_what_cannot_be(keys: list[str], expected: str) -> None:
@@ -120,3 +119,9 @@ def test_the_console_shows_epochs_and_what_is_left() -> None:
         by_iterations.add(TrainingProgress(iteration=iteration), 2.0)
     assert by_iterations.total(progress) == "3" and by_iterations.rest(progress) == " | 0:00:02 left"
     assert by_iterations.rest(TrainingProgress(iteration=3)) == ""
+
+
+def test_a_run_without_a_length_is_one_epoch() -> None:
+    assert resolve(run_of(), 0)[0].training.train_epochs == 1
+    for given in ("training.train_iters=5", "training.train_samples=64", "training.train_epochs=3"):
+        assert resolve(run_of(given), 0)[0].training == run_of(given, "training.precision=fp32").training

@@ -49,8 +49,9 @@ MEASURED = {
     "train_step_qwen3_vl_moe_4": "Qwen3-VL-30B-A3B, ep 4",
     "train_step_qwen3_vl_moe_4_12_layers": "Qwen3-VL-30B-A3B, ep 4, 12 of 48 layers",
     "train_step_13b_2_pp": "LLaVA-1.5-13B, pp 2",
-    "train_step_jp_1_8b_2": "llm-jp-3-1.8b and CLIP-L/336",
-    "train_step_1b_2_gbs96": "LLaVA with 1B parameters",
+    "train_step_13b_2_fsdp": "LLaVA-1.5-13B, `--fsdp`, recomputed",
+    "train_step_jp_1_8b_1": "llm-jp-3-1.8b and CLIP-L/336",
+    "train_step_1b_1": "LLaVA with 1B parameters",
     "adapters_7b": "LLaVA-1.5-7B, LoRA",
     "adapters_7b_nf4": "LLaVA-1.5-7B, QLoRA",
 }

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     models.add_argument("--hf-dir", type=Path, action="append", default=[], help="Hugging Face folder")
     models.add_argument("--megatron-dir", type=Path, action="append", default=[], help="Megatron checkpoint; no tasks")
     models.add_argument("--base-dir", type=Path, metavar="DIR", help=BASE_DIR_HELP)
-    add_layout_flags(models)
+    add_layout_flags(models, replicas=True)
     models.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype in memory (default: that of config.json)")
     batch_help = "questions that a Megatron checkpoint or lm-eval answers at the same time (default 1)"
     models.add_argument("--batch-size", type=positive, metavar="N", help=batch_help)
@@ -82,7 +82,7 @@ def answer_defaults() -> dict[str, Any]:
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Return the flags with the defaults of those that were not given."""
-    defaults = answer_defaults() | {"tp": 1, "cp": 1, "pp": 1, "batch_size": 1}
+    defaults = answer_defaults() | {"tp": 1, "cp": 1, "pp": 1, "replicas": 1, "batch_size": 1}
     absent = {name: value for name, value in defaults.items() if vars(args)[name] is None}
     return argparse.Namespace(**(vars(args) | absent))
 
@@ -167,12 +167,11 @@ def layout_of(args: argparse.Namespace) -> Layout:
     """Return how a Megatron checkpoint is divided."""
     from llava_mcore.inference.answering.job import Layout
 
-    return Layout(args.tp, args.pp, args.batch_size, cp=args.cp)
+    return Layout(args.tp, args.pp, args.batch_size, cp=args.cp, replicas=args.replicas)
 
 
 def base_dir_of(args: argparse.Namespace, folder: Path) -> Path | None:
-    """Return --base-dir for an adapter's checkpoint. Whole models, and adapters on other weights, may be scored beside
-    it. CheckpointError for a missing checkpoint."""
+    """Return --base-dir for an adapter's checkpoint, None for others. CheckpointError for a missing checkpoint."""
     from llava_mcore.adapters.adapter_record import holds_adapters, read_base
     from llava_mcore.checkpoint.layout import newest_iteration
 
@@ -211,8 +210,9 @@ def _without_effect(typed: argparse.Namespace) -> Iterator[str]:
         yield "--dtype: only for --data-path and --tasks; the server of --lmms-tasks takes that of config.json"
     if typed.batch_size is not None and not typed.megatron_dir and not typed.tasks:
         yield "--batch-size: only for --megatron-dir and --tasks"
-    if typed.base_dir is not None and not typed.megatron_dir:
-        yield "--base-dir: only for --megatron-dir"
+    for flag, value in (("--base-dir", typed.base_dir), ("--replicas", typed.replicas)):
+        if value is not None and not typed.megatron_dir:
+            yield f"{flag}: only for --megatron-dir"
     if not typed.megatron_dir and any(x is not None for x in (typed.tp, typed.cp, typed.pp)):
         yield "--tp, --cp and --pp: only for --megatron-dir; transformers runs a Hugging Face folder in one process"
 

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     model = p.add_argument_group("the model: one of --hf-dir and --megatron-dir")
     model.add_argument("--hf-dir", type=Path, help="Hugging Face folder")
     model.add_argument("--megatron-dir", type=Path, help="Megatron checkpoint, or a folder of them (newest is used)")
-    add_layout_flags(model, default=1)
+    add_layout_flags(model, default=1, replicas=True)
     model.add_argument(
         "--batch-size", type=positive, metavar="N",
         help="questions of a dataset that a Megatron checkpoint answers at the same time (default 8)",
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hf_dir is not None:
         records = answer_folder(args.hf_dir, job, quantization=quantization_of(args))
     else:
-        layout = Layout(args.tp, args.pp, _num_rows(args), cp=args.cp)
+        layout = Layout(args.tp, args.pp, _num_rows(args), cp=args.cp, replicas=args.replicas)
         records = answer_checkpoint(args.megatron_dir, job, layout, args.base_dir)
     if args.data_path is None:
         if records[0].problem is not None:
@@ -120,6 +120,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         errors.append("--split, --num-samples and --every-answer belong to --data-path")
     if args.batch_size is not None and (args.megatron_dir is None or args.data_path is None):
         errors.append("--batch-size is for the questions of --data-path to --megatron-dir")
+    if args.replicas > 1 and (args.megatron_dir is None or args.data_path is None):
+        errors.append("--replicas is for the questions of --data-path to --megatron-dir")
     # Flags of one kind of model.
     if args.hf_dir is not None and args.tp * args.cp * args.pp > 1:
         errors.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,23 @@ def test_answers_at_every_layout(root: Path) -> None:
         layout = ("--tp", tp, "--cp", cp, "--pp", pp)
         found = answers(root, f"{tp}{cp}{pp}", "--megatron-dir", root / "megatron", *layout)
         assert found == expected, layout
+    found = answers(root, "replicas", "--megatron-dir", root / "megatron", "--tp", 2, "--replicas", 2)
+    assert found == expected, "replicas"
+    sampled = ("--megatron-dir", root / "megatron", "--temperature", 1)
+    one = answers(root, "sampled", *sampled)
+    assert answers(root, "sampled2", *sampled, "--replicas", 2) == one != expected
+    assert not list(root.glob("*.partial*"))
+
+
+def test_replicas_have_one_message(root: Path, tmp_path: Path) -> None:
+    """A shard that cannot be read stops all of them, and what was answered is left beside the file."""
+    shutil.copytree(root / "data", tmp_path / "data")
+    (tmp_path / "data" / "000000.tar").unlink()
+    out = tmp_path / "x.jsonl"
+    given = ("--megatron-dir", root / "megatron", "--replicas", 2, "--data-path", tmp_path / "data", "--out", out)
+    text = generate(*given, expect=2)
+    assert text.count("error:") == 1 and "Traceback" not in text and "000000.tar" in text
+    assert not out.exists()
 
 
 def test_what_fails_in_the_processes_is_one_message(root: Path) -> None:

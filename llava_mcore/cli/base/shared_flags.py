@@ -120,11 +120,16 @@ def frame_sampling_of(args: argparse.Namespace) -> Sampling:
     return Sampling.by_rule(args.video_sampling, args.video_fps, args.video_max_frames)
 
 
-def add_layout_flags(parser: argparse._ActionsContainer, default: int | None = None) -> None:
-    """Add --tp, --cp and --pp of a Megatron checkpoint that answers."""
+def add_layout_flags(parser: argparse._ActionsContainer, default: int | None = None, *, replicas: bool = False) -> None:
+    """Add --tp, --cp and --pp of a Megatron checkpoint that answers; with `replicas` also --replicas."""
     tokens = "context-parallel size: processes that divide the tokens of long prompts"
     for flag, text in (("--tp", "tensor-parallel size"), ("--cp", tokens), ("--pp", "pipeline-parallel size")):
         parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{text} (default 1)")
+    if replicas:
+        text = (
+            "copies of the model, each on tp x cp x pp processes, that share the questions of --data-path (default 1)"
+        )
+        parser.add_argument("--replicas", type=positive, default=default, metavar="N", help=text)
 
 
 def add_loading_flags(parser: argparse._ActionsContainer) -> None:

@@ -20,21 +20,24 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 class Layout:
     """How a Megatron checkpoint is divided; `cp` ranks divide the tokens of prompts.
 
-    `num_rows`: prompts that are answered at the same time.
+    `num_rows`: prompts that a replica answers at the same time. `replicas`: copies of the model, which share the
+    questions of a dataset.
     """
 
     tp: int
     pp: int
     num_rows: int
     cp: int = 1
+    replicas: int = 1
 
     @property
     def size(self) -> int:
         """The number of processes."""
-        return self.tp * self.cp * self.pp
+        return self.tp * self.cp * self.pp * self.replicas
 
     def __str__(self) -> str:
-        return f"tp {self.tp}{f' x cp {self.cp}' if self.cp > 1 else ''} x pp {self.pp}"
+        copies = f" x {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"tp {self.tp}{f' x cp {self.cp}' if self.cp > 1 else ''} x pp {self.pp}{copies}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,22 @@ class DataJob:
 
 
 @dataclass(frozen=True)
+class SampleShare:
+    """The part of a dataset's samples that a replica reads: every `replicas`-th, from index `replica` on."""
+
+    replica: int = 0
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a replica is asked: the number of questions, if it is known, and each with the index of its sample."""
+
+    total: int | None
+    questions: Iterator[tuple[int, Question | Skip]]
+
+
+@dataclass(frozen=True)
 class Job:
     """`asked`: one conversation that ends with a question, or a dataset.
 
@@ -92,10 +111,10 @@ class Job:
     dtype: Dtype | None = None
     partial: Path | None = None
 
-    def questions(self, assets: Assets) -> tuple[int | None, Iterator[Question | Skip]]:
-        """Return the number of questions, if it is known, and the questions. DataError if the data cannot be opened."""
+    def questions(self, assets: Assets, share: SampleShare = SampleShare()) -> Asked:
+        """Open the questions of a replica. DataError if the data cannot be opened."""
         if isinstance(self.asked, Conversation):
-            return 1, iter([Question((0, 0, 0), "question", self.asked, "")])
+            return Asked(1, iter([(0, Question((0, 0, 0), "question", self.asked, ""))]))
         data = Questions(
             self.asked.path,
             assets,
@@ -103,4 +122,6 @@ class Job:
             most_samples=self.asked.most_samples,
             every_answer=self.asked.every_answer,
         )
-        return None if self.asked.every_answer else len(data.indices), data.read(data.indices)
+        samples = range(share.replica, len(data.indices), share.replicas)
+        questions = ((sample, x) for sample in samples for x in data.read([data.indices[sample]]))
+        return Asked(None if self.asked.every_answer else len(samples), questions)

@@ -1,9 +1,10 @@
-"""Answers of a Megatron checkpoint, by processes at tp x cp x pp: on GPUs if there are any, else over gloo."""
+"""Answers of a Megatron checkpoint, by tp x cp x pp processes for each replica: on GPUs, or over gloo without."""
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ from llava_mcore.checkpoint.verify import require_undamaged
 from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.config.rules.context import check_divided_tokens
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
-from llava_mcore.inference.answering.job import Job, Layout, StoredModel
-from llava_mcore.inference.answering.megatron_worker import ANSWERS, PROBLEM, run_rank
+from llava_mcore.inference.answering.answer_file import written_to
+from llava_mcore.inference.answering.job import Job, Layout, SampleShare, StoredModel
+from llava_mcore.inference.answering.megatron_worker import PROBLEM, answers_file, partial_file, run_rank
 from llava_mcore.inference.generation.records import Record
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.processes.local_world import run_here, run_world
@@ -47,12 +49,30 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | N
             else:
                 run_world(run_rank, size, *arguments, on_gpus=on_gpus)
         except CheckpointError as error:
-            problem = results / PROBLEM
-            if size > 1 and problem.is_file():
-                raise LlavaMcoreError(problem.read_text(encoding="utf-8")) from error
+            reasons = sorted(results.glob(PROBLEM))
+            if size > 1 and reasons:
+                raise LlavaMcoreError(reasons[0].read_text(encoding="utf-8")) from error
             raise
-        lines = (results / ANSWERS).read_text(encoding="utf-8").splitlines()
-    return [Record(**json.loads(line)) for line in lines]
+        records = _merged(results, layout.replicas)
+    if job.partial is not None and layout.replicas > 1:
+        _write_merged(job.partial, layout.replicas, records)
+    return records
+
+
+def _merged(results: Path, replicas: int) -> list[Record]:
+    """Return the records of all replicas, in the order of the data."""
+    texts = [answers_file(results, replica).read_text(encoding="utf-8") for replica in range(replicas)]
+    lines = [line for text in texts for line in text.split("\n") if line]  # answers may have other line separators
+    indexed = sorted((json.loads(line) for line in lines), key=lambda pair: int(pair[0]))
+    return [Record(**values) for _, values in indexed]
+
+
+def _write_merged(partial: Path, replicas: int, records: Sequence[Record]) -> None:
+    """Replace the files of the replicas' answers by one file of all of them."""
+    with written_to(partial) as write:
+        write(records)
+    for replica in range(replicas):
+        partial_file(partial, SampleShare(replica, replicas)).unlink()
 
 
 def usable_checkpoint(folder: Path, layout: Layout, base_dir: Path | None) -> Path:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,10 @@ from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import LlavaMcoreError
 from llava_mcore.inference.answering.answer_file import written_to
-from llava_mcore.inference.answering.job import Job, Layout, StoredModel
+from llava_mcore.inference.answering.job import Asked, Job, Layout, SampleShare, StoredModel
 from llava_mcore.inference.answering.progress import shown_progress
 from llava_mcore.inference.generation.generate import generate
+from llava_mcore.inference.generation.prompt import Prompt
 from llava_mcore.inference.generation.questions import Question
 from llava_mcore.inference.generation.records import PromptQueue, Record
 from llava_mcore.inference.generation.settings import Settings, read_settings, require_known
@@ -35,7 +39,23 @@ from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.processes.local_world import enter
 
-ANSWERS, PROBLEM = "answers.jsonl", "problem.txt"
+PROBLEM = "problem-*.txt"
+"""Files of what went wrong, as a pattern: one of each replica with a problem of its own."""
+IndexedRecord = tuple[int, Record]
+"""The index of a sample among those that are asked, and a record of it."""
+
+_APART = 100_003
+"""Distance between the draw indices of a sample's questions."""
+
+
+def answers_file(results: Path, replica: int) -> Path:
+    """Return the file with the indexed records of a replica."""
+    return results / f"answers-{replica}.jsonl"
+
+
+def partial_file(partial: Path, share: SampleShare) -> Path:
+    """Return the file that gets a replica's records as they come. `partial`: that of the whole command."""
+    return partial if share.replicas == 1 else partial.with_name(f"{partial.name}.{share.replica}")
 
 
 def run_rank(
@@ -47,14 +67,14 @@ def run_rank(
     layout: Layout,
     results: Path,
 ) -> None:
-    """Answer as one rank; the first one writes ANSWERS, or PROBLEM.
+    """Answer as one rank; the first one of each replica writes its answers, or a file of PROBLEM.
 
     Args:
         port: see `enter`.
         results: folder for the files.
 
     Raises:
-        LlavaMcoreError: on all ranks, the text of PROBLEM.
+        LlavaMcoreError: on all ranks of a replica, the text of its problem.
     """
     # Join the world of this command.
     enter(rank, num_processes, port)
@@ -67,24 +87,25 @@ def run_rank(
         context_parallel_size=layout.cp,
     )
     seed_everything(0)
-    # An error reaches the command as text, which rank 0 writes down.
+    # An error reaches the command as text, which a rank writes down.
+    share = SampleShare(groups.dp_rank, groups.dp_size)
     try:
-        records = _answer(groups, model, job, layout.num_rows)
+        records = _answer(groups, model, job, share, layout.num_rows)
     except LlavaMcoreError as error:
-        if rank == 0:
-            (results / PROBLEM).write_text(str(error), encoding="utf-8")
+        if groups.loads_data:
+            (results / PROBLEM.replace("*", str(share.replica))).write_text(str(error), encoding="utf-8")
         shut_down()
         raise
-    # One rank has the answers.
+    # One rank of a replica has its answers.
     if groups.loads_data:
-        lines = [json.dumps(asdict(record), ensure_ascii=False) for record in records]
-        (results / ANSWERS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        lines = [json.dumps([index, asdict(record)], ensure_ascii=False) for index, record in records]
+        answers_file(results, share.replica).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     shut_down()
 
 
-def _answer(groups: Groups, stored: StoredModel, job: Job, num_rows: int) -> list[Record]:
-    """Return the records on the rank that loads data, and an empty list on the others. A collective call."""
-    opened = raise_together(groups, lambda: _open(groups, stored.checkpoint, job))
+def _answer(groups: Groups, stored: StoredModel, job: Job, share: SampleShare, num_rows: int) -> list[IndexedRecord]:
+    """Return the records on the replica's rank that loads data, and an empty list on the others. A collective call."""
+    opened = raise_together(groups, lambda: _open(groups, stored.checkpoint, job, share))
     model = raise_together(groups, lambda: _load(groups, stored, job))
     ids = gather_to_all(groups, None if opened is None else opened[0].eos_token_id)
     eos = [eos_id for eos_id in ids if eos_id is not None]
@@ -94,23 +115,45 @@ def _answer(groups: Groups, stored: StoredModel, job: Job, num_rows: int) -> lis
         for _ in generate([model], groups, None, settings, fields, num_rows=num_rows, graphs=True):
             pass
         return []
-    assets, total, questions = opened
-    asked = PromptQueue(questions, assets, settings)
-    with shown_progress(total) as show, written_to(job.partial) as write:
-        answers = generate([model], groups, asked.prompts(), settings, fields, num_rows=num_rows, graphs=True)
+    assets, asked = opened
+    indices: list[int] = []  # of the sample of each record
+    queue = PromptQueue(_questions(asked, indices), assets, settings)
+    out = None if job.partial is None else partial_file(job.partial, share)
+    with shown_progress(asked.total if share.replica == 0 else 1) as show, written_to(out) as write:
+        prompts = _with_draws(queue, indices)
+        answers = generate([model], groups, prompts, settings, fields, num_rows=num_rows, graphs=True)
         for done, answer in enumerate(answers, 1):
-            asked.answered(answer.index, answer.tokens)
+            queue.answered(answer.index, answer.tokens)
             show(done)
-            write(asked.records)
-        write(asked.records)  # those after the last answer, which cannot be asked
-    return asked.records
+            write(queue.records)
+        write(queue.records)  # those after the last answer, which cannot be asked
+    return list(zip(indices, queue.records, strict=True))
 
 
-def _open(groups: Groups, checkpoint: Path, job: Job) -> tuple[Assets, int | None, Iterator[Question | Skip]] | None:
+def _questions(asked: Asked, indices: list[int]) -> Iterator[Question | Skip]:
+    """Yield what is asked, and append the index of the sample of each."""
+    for index, question in asked.questions:
+        indices.append(index)
+        yield question
+
+
+def _with_draws(queue: PromptQueue, indices: list[int]) -> Iterator[Prompt]:
+    """Yield the prompts, each with what chooses its random numbers: the same for any number of replicas.
+
+    Args:
+        indices: of the samples of the questions so far.
+    """
+    for prompt in queue.prompts():
+        sample = indices[-1]
+        earlier = sum(1 for _ in takewhile(partial(eq, sample), reversed(indices))) - 1
+        yield replace(prompt, draw_index=sample + earlier * _APART)
+
+
+def _open(groups: Groups, checkpoint: Path, job: Job, share: SampleShare) -> tuple[Assets, Asked] | None:
     if not groups.loads_data:
         return None
     assets = job.reading.assets(hf_folder(checkpoint))
-    return assets, *job.questions(assets)
+    return assets, job.questions(assets, share)
 
 
 def _load(groups: Groups, stored: StoredModel, job: Job) -> VisionLanguageModel:

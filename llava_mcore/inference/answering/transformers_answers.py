@@ -33,11 +33,11 @@ def answer_folder(hf_dir: Path, job: Job, *, quantization: Quantization | None =
         max_new_tokens=job.max_new_tokens,
         sampling=job.sampling,
     )
-    total, questions = job.questions(model.assets)
+    asked = job.questions(model.assets)
     records: list[Record] = []
     torch.manual_seed(job.sampling.seed)
-    with shown_progress(total) as show, written_to(job.partial) as write:
-        for question in questions:
+    with shown_progress(asked.total) as show, written_to(job.partial) as write:
+        for _, question in asked.questions:
             records.append(_record(question, model, settings))
             show(len(records))
             write(records)

@@ -179,10 +179,11 @@ class _AnswerLoop:
                 return
             if not self._may_run():
                 return
-            batch, length, position = prompt
+            batch, length, position, draw_index = prompt
             ids = self.model.prompt_ids(batch, length)
             ids = ids[:, ids[0] < self.model.models[-1].language_model.true_vocab_size]  # those that can be predicted
-            draws = own_generator(self.settings.seed, self.num_read) if self.settings.draws else None
+            draw_index = self.num_read if draw_index is None else draw_index
+            draws = own_generator(self.settings.seed, draw_index) if self.settings.draws else None
             most_tokens = self.settings.longest_answer(length)
             processors = self.settings.processors(length, ids.device, num_left_out=length - ids.shape[1])
             row = _PromptRow(self.num_read, length, position, most_tokens, ids, processors, draws)
@@ -234,15 +235,19 @@ class _AnswerLoop:
                 self.rows[index] = None
                 yield Answer(row.index, row.tokens)
 
-    def _next_prompt(self) -> tuple[MicroBatch, int, int] | None:
-        """Return the next prompt on this rank's device, its length and next position; None after the last one."""
+    def _next_prompt(self) -> tuple[MicroBatch, int, int, int | None] | None:
+        """Return the next prompt on this rank's device, its length, next position and draw index; None after
+        the last one."""
         prompt, problem = None, None
         if self.prompts is not None:
             try:
                 prompt = next(self.prompts, None)
             except LlavaMcoreError as error:
                 problem = str(error)
-        about: list[Any] = [problem, None if prompt is None else (prompt.length, prompt.next_position)]
+        about: list[Any] = [
+            problem,
+            None if prompt is None else (prompt.length, prompt.next_position, prompt.draw_index),
+        ]
         groups = self.groups
         if groups.replica_size > 1:
             dist.broadcast_object_list(about, groups.replica_source, group=groups.control_replica)

@@ -15,11 +15,13 @@ from llava_mcore.media.media import position_ids
 @dataclass(frozen=True)
 class Prompt:
     """One prompt on the host. `batch`: it alone, padded on the right. `length`: its tokens without padding, media
-    included. `next_position`: of the first token of the answer."""
+    included. `next_position`: of the first token of the answer. `draw_index`: chooses the random numbers of its answer;
+    None: its place among the prompts of its replica."""
 
     batch: Batch
     length: int
     next_position: int
+    draw_index: int | None = None
 
 
 def encode_prompt(conversation: Conversation, assets: Assets, key: str, *, multiple: int = 1) -> Prompt:

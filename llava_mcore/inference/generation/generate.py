@@ -135,7 +135,10 @@ def generate(
     """
     with torch.no_grad(), cached_rows(models, num_rows, groups.device) as rows:
         model = CachedModel(models, groups, rows, multiple=multiple, graphs=graphs)
-        yield from _AnswerLoop(model, prompts, settings, fields, num_rows).answers()
+        try:
+            yield from _AnswerLoop(model, prompts, settings, fields, num_rows).answers()
+        finally:
+            model.close()
 
 
 class _AnswerLoop:

@@ -92,6 +92,11 @@ class CachedModel:
         captures = graphs and groups.device.type == "cuda" and can_capture(models)
         self._graph = TokenGraph(rows, self._logits) if captures else None
 
+    def close(self) -> None:
+        """Free what is left when no more tokens are read."""
+        if self._graph is not None:
+            self._graph.destroy()
+
     def read_prompt(self, batch: MicroBatch, length: int, row: int) -> Tensor | None:
         """Read one prompt into a row.
 

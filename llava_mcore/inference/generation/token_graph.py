@@ -51,7 +51,7 @@ class TokenGraph:
         rows.num_columns = max(whole_pieces(rows.num_columns), self._key[0])
         if self._key != (rows.num_columns, rows.num_growths):
             # This pass allocates what is missing in the caches, and loads kernels; both may not happen in a capture.
-            self._graph = self._logits = None
+            self.destroy()
             logits = self._compute(embeddings, position_ids)
             self._key = (rows.num_columns, rows.num_growths)
             return logits
@@ -62,6 +62,12 @@ class TokenGraph:
             buffer.copy_(value)
         self._graph.replay()
         return self._logits
+
+    def destroy(self) -> None:
+        """Free the graph. NCCL waits for this before it ends a communicator whose messages the graph holds."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = self._logits = None
 
     def _capture(self, embeddings: Tensor, position_ids: Tensor) -> None:
         self._inputs = embeddings.clone(), position_ids.clone()

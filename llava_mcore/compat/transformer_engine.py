@@ -6,6 +6,8 @@ A buffer holds the tokens of one forward pass, so only passes of exactly that ma
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,22 +70,25 @@ def _methods(tp_size: int) -> dict[str, dict[str, Any]]:
     return methods | gathers | scatters
 
 
-def overlap_full_passes(decoder: nn.Module, num_tokens: int) -> None:
-    """Let the layers of a decoder use the buffers in passes of `num_tokens` of this rank; in others, such as those of
-    validation, messages go through NCCL."""
-    linears = [x for x in decoder.modules() if _SWITCHES[0] in vars(x)]
-    switches = [(x, name, required(x, name)) for x in linears for name in _SWITCHES if name in vars(x)]
+def overlap_full_passes(decoder: nn.Module, num_tokens: int, tp_size: int) -> None:
+    """Let the linear layers of a decoder use the buffers in passes of exactly `num_tokens`; in others, such as those of
+    validation, messages go through NCCL.
 
-    def switch_off(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden: Tensor | None = args[0] if args else named["hidden_states"]
-        hidden = required(module, "input_tensor") if hidden is None else hidden  # from the stage before
-        if hidden.shape[0] * hidden.shape[1] != num_tokens:
-            for linear, name, _ in switches:
-                replace_name(linear, name, False)
+    Each layer decides by its own input, so that a part that is recomputed does as it did before.
 
-    def switch_on(*_: object) -> None:
-        for linear, name, value in switches:
-            replace_name(linear, name, value)
+    Args:
+        num_tokens: of a pass, over all tensor-parallel ranks.
+    """
+    for linear in decoder.modules():
+        if _SWITCHES[0] in vars(linear):
+            switches = {name: required(linear, name) for name in _SWITCHES if name in vars(linear)}
+            # The second matrix of a block reads all tokens, the first one this rank's part of them.
+            rows = num_tokens if required(linear, "parallel_mode") == "row" else num_tokens // tp_size
+            linear.register_forward_pre_hook(partial(_choose, switches, rows))
 
-    decoder.register_forward_pre_hook(switch_off, with_kwargs=True)
-    decoder.register_forward_hook(switch_on)
+
+def _choose(switches: Mapping[str, bool], rows: int, linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Switch a layer's messages for its next pass. `rows`: of the input of a full pass."""
+    is_full = inputs[0].numel() == rows * inputs[0].shape[-1]
+    for name, value in switches.items():
+        replace_name(linear, name, value and is_full)

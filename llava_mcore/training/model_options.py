@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
@@ -27,7 +26,6 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
     """Return the run's options for building its model. Raises ConfigError like the functions below."""
     _require_gradients(run, groups, hf)
     _require_grouped_fp8(run, groups, hf)
-    _require_one_node(run, groups)
     model = run.model
     return ModelOptions(
         params_dtype=params_dtype(run),
@@ -53,18 +51,6 @@ def model_options(run: RunConfig, groups: Groups, hf: PretrainedConfig, *, initi
         vision_data_parallel=run.parallel.divides_images,
         force_balance=run.router.force_balance,
     )
-
-
-def _require_one_node(run: RunConfig, groups: Groups) -> None:
-    """Raise ConfigError if messages between nodes would have to overlap with products."""
-    if not run.parallel.tp_comm_overlap:
-        return
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
-    if per_node % groups.tp_size:
-        raise ConfigError(
-            f"--tp-comm-overlap works between GPUs of one node: with {per_node} processes per node, --tp "
-            f"{groups.tp_size} reaches across nodes; lower --tp to a divisor, or omit the flag"
-        )
 
 
 def _require_gradients(run: RunConfig, groups: Groups, hf: PretrainedConfig) -> None:

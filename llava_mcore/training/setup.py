@@ -253,7 +253,7 @@ def build_models(
     for model in models:
         set_trained(model, trained)
         if options.tp_comm_overlap:
-            overlap_full_passes(model.language_model.decoder, tokens // groups.tp_size)
+            overlap_full_passes(model.language_model.decoder, tokens, groups.tp_size)
         has_sum = run.parallel.fsdp == "none"  # of gradients over micro-batches, whole and all the time
         if options.transformer_impl == "transformer_engine" and (has_sum or run.parallel.divides_weights):
             fuse_weight_gradients(model, experts=has_sum)

@@ -25,8 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     | GRAPHS
     | {"training.fp8_recipe": "tensorwise", "training.fp8_first_layers_bf16": 1, "training.fp8_last_layers_bf16": 1},
 }
-OTHER_SIZES = "bf16, passes of other sizes"
-"""They do not use the buffers."""
+OTHER_SIZES = {"bf16, other sizes": {}, "recomputed, other sizes": {"model.recompute": "full"}}
+"""Passes that do not use the buffers."""
 
 
 class Passes:
@@ -46,17 +46,17 @@ def curves(checkpoint: str, save_dir: str) -> dict[str, dict[str, Curve]]:
     """Train at tp 2 without and with overlapping messages."""
     groups = join(2, 1)
     found: dict[str, dict[str, Curve]] = {}
-    for name, flags in (CASES | {OTHER_SIZES: {}}).items():
+    for name, flags in (CASES | OTHER_SIZES).items():
         found[name] = {}
         for kind, more in (("without", {}), ("with", OVERLAP)):
             given = BF16 | TE | PACKED | flags | more | {"parallel.sequence_parallel": True}
             trainer = make_trainer(groups, run_config(2, 1, checkpoint, save_dir, **given))
             passes = None if trainer.graphs else Passes(trainer.models[0])  # a captured layer must have no hooks
             loader = loader_of(groups, trainer)
-            if loader is not None and name == OTHER_SIZES:
+            if loader is not None and name in OTHER_SIZES:
                 size = trainer.run.training.micro_batch_size
                 loader = PackedLoader(trainer.hf, micro_batch_size=size, dp_rank=0, dp_size=1, text_only=MIXED)
             found[name][kind] = train(groups, trainer, loader, STEPS)
             if passes is not None:
-                assert passes.all and passes.overlapped == (passes.all if more and name != OTHER_SIZES else 0)
+                assert passes.all and passes.overlapped == (passes.all if more and name not in OTHER_SIZES else 0)
     return found

@@ -25,7 +25,7 @@ def test_overlap_changes_no_number(tmp_path: Path) -> None:
     import_hf(tmp_path / "hf", tmp_path / "megatron")
     arguments = {"checkpoint": str(tmp_path / "megatron"), "save_dir": str(tmp_path)}
     found = run_world(2, overlap_checks.curves, **arguments)[0]
-    assert found.keys() == {*overlap_checks.CASES, overlap_checks.OTHER_SIZES}
+    assert found.keys() == {*overlap_checks.CASES, *overlap_checks.OTHER_SIZES}
     for name, runs in found.items():
         print(name)
         assert_same(runs)

@@ -21,12 +21,12 @@ from llava_mcore.config.rules.operation import check_operations
 from llava_mcore.config.rules.parallel import (
     check_deepstack,
     check_options,
+    check_overlapped_model,
     check_stages,
     has_uneven_stages,
     replica_words,
 )
 from llava_mcore.config.rules.schedule import check_schedule
-from llava_mcore.config.rules.tensor_overlap import check_overlapped_model, check_tensor_overlap
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.config.sections.data import DataConfig
 from llava_mcore.files.hf_files import hub_hint
@@ -113,7 +113,6 @@ def check_run(
     errors = [
         *check_values(run, typed),
         *check_options(run, device_available),
-        *check_tensor_overlap(run, device_available),
         *check_context(run, device_available),
         *check_batch(run, world_size),
     ]

@@ -8,6 +8,8 @@ from llava_mcore.config.rules.adapter import trains_tower
 from llava_mcore.config.rules.dims import ModelDims
 from llava_mcore.config.schema import ParallelConfig, RunConfig
 
+OVERLAP = "--tp-comm-overlap"
+
 
 def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
     """Yield options that have no effect or cannot work here."""
@@ -19,6 +21,7 @@ def check_options(run: RunConfig, device_available: bool) -> Iterator[str]:
         )
     if model.cuda_graphs:
         yield from _check_graphs(run, device_available)
+    yield from _check_overlap(run, device_available)
     yield from _check_optimizer(run, device_available)
     yield from check_balance(parallel)
     uneven_too = parallel.num_layers_per_virtual_pipeline_stage is not None and has_uneven_stages(parallel)
@@ -67,6 +70,43 @@ def _check_graphs(run: RunConfig, device_available: bool) -> Iterator[str]:
         yield "--cuda-graphs-vision does not work with model.recompute_vision: omit one of them"
     if run.model.cuda_graphs_vision and not trains_tower(run):
         yield "--cuda-graphs-vision captures a trained tower: train it, adapt it, or omit the flag"
+
+
+def _check_overlap(run: RunConfig, device_available: bool) -> Iterator[str]:
+    """Yield options that do not work with --tp-comm-overlap."""
+    parallel, training = run.parallel, run.training
+    if not parallel.tp_comm_overlap:
+        return
+    if not device_available:
+        yield f"{OVERLAP} sends messages between GPUs, and none was found: omit it"
+    per_node, tp = run.launch.num_gpus, parallel.tensor_model_parallel_size
+    if per_node > 0 and per_node % tp:
+        yield f"{OVERLAP} works between GPUs of a node, which has {per_node}: lower --tp {tp} to a divisor, or omit it"
+    if run.model.transformer_impl == "local":
+        yield f"{OVERLAP} is for Transformer Engine's layers: omit it, or model.transformer_impl local"
+    if not run.data.packing:
+        yield f"{OVERLAP} needs passes of one size, to which packs are filled up: add --packing, or omit it"
+    if parallel.context_parallel_size > 1:
+        yield f"{OVERLAP} does not work with --cp yet: omit one of them"
+    if parallel.fsdp != "none":
+        yield f"{OVERLAP} does not work with --fsdp yet: omit one of them, or use --dist-optim"
+    if run.adapter.is_on:
+        yield f"{OVERLAP} does not work with adapters, which send messages of their own: omit it"
+    if training.fp8 and training.fp8_recipe == "blockwise":
+        yield f"{OVERLAP} does not work with --fp8-recipe blockwise: use delayed or tensorwise, or omit it"
+
+
+def check_overlapped_model(run: RunConfig, dims: ModelDims, source: str) -> Iterator[str]:
+    """Yield layers whose messages cannot overlap."""
+    if not run.parallel.tp_comm_overlap:
+        return
+    for kind, count in (
+        ("mixtures of experts", dims.num_experts),
+        ("gated delta nets", dims.delta_key_heads),
+        ("layers that attend to images", dims.num_cross_layers),
+    ):
+        if count:
+            yield f"{OVERLAP} does not work with {kind}, which {source} has: omit it"
 
 
 def _check_optimizer(run: RunConfig, device_available: bool) -> Iterator[str]:

@@ -36,6 +36,7 @@ def test_packs_are_filled_up(good: list[str]) -> None:
     ("changes", "expected"),
     [
         (["data.packing=false"], "add --packing"),
+        (["launch.num_gpus=3"], "which has 3: lower --tp 2 to a divisor"),
         (["model.transformer_impl=local"], "is for Transformer Engine's layers"),
         (["parallel.context_parallel_size=2"], "does not work with --cp yet"),
         (["parallel.fsdp=optim"], "does not work with --fsdp yet"),

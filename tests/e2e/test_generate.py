@@ -68,7 +68,7 @@ def test_answers_at_every_layout(root: Path) -> None:
 
 
 def test_replicas_have_one_message(root: Path, tmp_path: Path) -> None:
-    """A shard that cannot be read stops all of them, and what was answered is left beside the file."""
+    """A shard that cannot be read stops all of them, and no file takes the name of --out."""
     shutil.copytree(root / "data", tmp_path / "data")
     (tmp_path / "data" / "000000.tar").unlink()
     out = tmp_path / "x.jsonl"

@@ -91,7 +91,7 @@ class SampleShare:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a replica is asked: the number of questions, if it is known, and each with the index of its sample."""
+    """The questions of a replica, each with the index of its sample. `total`: how many, if that is known."""
 
     total: int | None
     questions: Iterator[tuple[int, Question | Skip]]

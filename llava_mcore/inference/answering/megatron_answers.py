@@ -17,7 +17,7 @@ from llava_mcore.config.rules.context import check_divided_tokens
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
 from llava_mcore.inference.answering.answer_file import written_to
 from llava_mcore.inference.answering.job import Job, Layout, SampleShare, StoredModel
-from llava_mcore.inference.answering.megatron_worker import PROBLEM, answers_file, partial_file, run_rank
+from llava_mcore.inference.answering.megatron_worker import answers_file, partial_file, problem_file, run_rank
 from llava_mcore.inference.generation.records import Record
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.processes.local_world import run_here, run_world
@@ -49,9 +49,10 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | N
             else:
                 run_world(run_rank, size, *arguments, on_gpus=on_gpus)
         except CheckpointError as error:
-            reasons = sorted(results.glob(PROBLEM))
-            if size > 1 and reasons:
-                raise LlavaMcoreError(reasons[0].read_text(encoding="utf-8")) from error
+            files = [problem_file(results, replica) for replica in range(layout.replicas)]
+            file = next((file for file in files if file.is_file()), None)
+            if size > 1 and file is not None:
+                raise LlavaMcoreError(file.read_text(encoding="utf-8")) from error
             raise
         records = _merged(results, layout.replicas)
     if job.partial is not None and layout.replicas > 1:

@@ -39,8 +39,6 @@ from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.together import raise_together
 from llava_mcore.processes.local_world import enter
 
-PROBLEM = "problem-*.txt"
-"""Files of what went wrong, as a pattern: one of each replica with a problem of its own."""
 IndexedRecord = tuple[int, Record]
 """The index of a sample among those that are asked, and a record of it."""
 
@@ -51,6 +49,11 @@ _APART = 100_003
 def answers_file(results: Path, replica: int) -> Path:
     """Return the file with the indexed records of a replica."""
     return results / f"answers-{replica}.jsonl"
+
+
+def problem_file(results: Path, replica: int) -> Path:
+    """Return the file that says what went wrong in a replica, if anything did."""
+    return results / f"problem-{replica}.txt"
 
 
 def partial_file(partial: Path, share: SampleShare) -> Path:
@@ -67,7 +70,7 @@ def run_rank(
     layout: Layout,
     results: Path,
 ) -> None:
-    """Answer as one rank; the first one of each replica writes its answers, or a file of PROBLEM.
+    """Answer as one rank; the first one of each replica writes its answers, or its problem.
 
     Args:
         port: see `enter`.
@@ -93,7 +96,7 @@ def run_rank(
         records = _answer(groups, model, job, share, layout.num_rows)
     except LlavaMcoreError as error:
         if groups.loads_data:
-            (results / PROBLEM.replace("*", str(share.replica))).write_text(str(error), encoding="utf-8")
+            problem_file(results, share.replica).write_text(str(error), encoding="utf-8")
         shut_down()
         raise
     # One rank of a replica has its answers.

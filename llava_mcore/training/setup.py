@@ -257,8 +257,9 @@ def build_models(
         has_sum = run.parallel.fsdp == "none"  # of gradients over micro-batches, whole and all the time
         if options.transformer_impl == "transformer_engine" and (has_sum or run.parallel.divides_weights):
             fuse_weight_gradients(model, experts=has_sum)
-        if model.post_process:  # with fp16 the gradient of the loss is its scale
-            model.language_model.output_layer.adds_to_main_grad = has_sum and options.params_dtype != torch.float16
+        if has_sum:
+            model.language_model.add_to_main_grad(scales_loss=options.params_dtype == torch.float16)
+        if model.post_process:
             model.language_model.output_layer.terms = loss_terms(run)
         for router in (x for x in model.modules() if isinstance(x, Router)):
             router.losses = RouterLosses(run.router.aux_loss_coef, run.router.z_loss_coef)

@@ -23,6 +23,7 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.activations import StatelessActivation
 from llava_mcore.models.attention import sees_window
 from llava_mcore.models.language.block import block_spec
+from llava_mcore.models.language.embedding import TokenEmbedding
 from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.loss.linear_cross_entropy import OutputLayer
 from llava_mcore.models.rotary import TokenRopeSelfAttention
@@ -95,7 +96,10 @@ class LanguageModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.true_vocab_size = hf.vocab_size
-        if post_process:  # GPTModel has no option for this layer's class
+        # GPTModel has no option for these layers' classes.
+        if pre_process:
+            change_class(self.embedding.word_embeddings, TokenEmbedding)
+        if post_process:
             change_class(self.output_layer, OutputLayer)
         if config.use_te_activation_func:
             for mlp in (layer.mlp for layer in self.decoder.layers if not layer.is_moe_layer):
@@ -128,6 +132,17 @@ class LanguageModel(GPTModel):
             attention.factor = factor
         else:
             set_rotary_factor(attention, factor)
+
+    def add_to_main_grad(self, *, scales_loss: bool) -> None:
+        """Let embedding and output layer add their gradients to `main_grad`, megatron-core's sum of the step.
+
+        Args:
+            scales_loss: the gradient of the loss is not 1 but a scale (fp16), so the output layer must wait for it.
+        """
+        if self.pre_process and not self.share_embeddings_and_output_weights:  # else autograd adds both
+            self.embedding.word_embeddings.adds_to_main_grad = True
+        if self.post_process:
+            self.output_layer.adds_to_main_grad = not scales_loss
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return token embeddings [s, b, h], scaled in some families; int64 [b, s] both."""

@@ -33,12 +33,12 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
 
 from llava_mcore.compat.torch import assert_on_device
 from llava_mcore.models.kernels import chunk_operations
 from llava_mcore.models.kernels.chunk_operations import add_product, product, put_rows, scaled, wide_type
 from llava_mcore.models.loss.terms import LossTerm, add_terms
+from llava_mcore.models.main_grad import marked_as_added
 
 # Every chunk reads and writes the fp32 weight gradient: 8 bytes per element, for which it does 2 * c operations. On an
 # H200 (800 TF/s, 4.3 TB/s) both take the same time at c = 750. A larger chunk hides more of it, and costs 4 bytes per
@@ -218,16 +218,8 @@ class _WeightedLossSum(torch.autograd.Function):
         grad_hidden, grad_weight = (None if g is None else scaled(g, grad_total, dtype) for g, dtype in saved)
         if ctx.added is not None:
             assert_on_device(grad_total == 1, "the output layer's gradient was added before the loss was scaled")
-            grad_weight = _already_added(ctx.added)
+            grad_weight = marked_as_added(ctx.added)
         return grad_hidden, grad_weight, *[None] * 8
-
-
-def _already_added(weight: Parameter) -> Tensor:
-    """Return what stands for a gradient that is in `main_grad`, as megatron-core's own layers do: data parallelism
-    waits for it and adds it only if the weight is also that of the embedding, whose gradient autograd adds to it."""
-    attributes = vars(weight)
-    attributes["grad_added_to_main_grad"] = True
-    return torch.zeros_like(weight) if attributes.get("zero_out_wgrad") else torch.empty_like(weight)
 
 
 def _chunks(tokens: Tensor | int, chunk_tokens: int) -> Iterator[Tensor | slice]:

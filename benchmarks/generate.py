@@ -42,6 +42,7 @@ from llava_mcore.models.configs import ModelOptions
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.vision.features import image_side
 from llava_mcore.parallel.groups import Groups, initialize, join_alone, shut_down
+from llava_mcore.parallel.random import seed_everything
 from llava_mcore.parallel.share import share_step
 
 IMAGE_TOKEN = 3
@@ -181,7 +182,9 @@ def main() -> None:
 def measure(args: argparse.Namespace, hf: PretrainedConfig, settings: Settings) -> None:
     """Print the table, on the first of torchrun's processes if there are several."""
     groups, dtype = groups_on(args.device), torch.bfloat16 if args.device == "cuda" else torch.float32
-    options = ModelOptions(params_dtype=dtype, on_cpu=args.device == "cpu")
+    if groups.tp_size > 1:
+        seed_everything(0)  # whole parameters are the same on all ranks, parts of matrices are not
+    options = ModelOptions(params_dtype=dtype, on_cpu=args.device == "cpu", tensor_model_parallel_size=groups.tp_size)
     model = VisionLanguageModel(hf, options).to(device=groups.device, dtype=dtype).eval()
     prompts = [make_prompt(hf, seed, args.num_text) for seed in range(max(args.rows))]
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import torch
@@ -102,12 +102,21 @@ def product(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, ou
         entry.steps.append(step | {"memory": line["memory_gib"], "fill": line["fill"]})
 
 
+def has_flash_attention_2() -> bool:
+    """Return whether the package is installed; FlashAttention 4's modules are in `flash_attn` too."""
+    try:
+        distribution("flash-attn")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def environment(packages: Path, peer: Product, out: Path, iters: int) -> dict[str, str]:
     """Return the environment of a product: its own packages first, stand-ins last."""
     folders = [packages, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep), out / "stand-ins"]
     unused = [*peer.unused, *(() if torch.cuda.is_available() else ("transformer_engine", "transformer_engine_torch"))]
     stubs.write_start(out / "stand-ins")
-    if find_spec("flash_attn") is None and not (packages / "flash_attn").exists():
+    if not has_flash_attention_2() and not (packages / "flash_attn").exists():
         write_package(out / "stand-ins")
     return ENVIRONMENT | {
         "PYTHONPATH": os.pathsep.join(str(x) for x in folders if str(x)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -23,14 +24,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def curves_and_memory(checkpoint: str, save_dir: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Train every variant in every way, packed; return losses, norms and the most bytes that were allocated."""
+    """Train every variant in every way, packed; return losses, norms and the most bytes that a run allocated."""
     groups, found = join(1, 1), {}
     for name, flags in VARIANTS.items():
         for kind in ("distributed", *MODES):
             keys = BF16 | flags | (DISTRIBUTED if kind == "distributed" else sharded(kind))
             keys |= {"training.train_iters": 6, "training.micro_batch_size": 2, "optimizer.lr": SMALL_LR}
+            # What earlier runs have left does not count.
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             run = TrainingRun(checkpoint, MIXED, keys, packed=True)
-            found[name, kind] = run_all(groups, {0: run}, save_dir)[0] | {"peak": torch.cuda.max_memory_allocated()}
+            losses = run_all(groups, {0: run}, save_dir)[0]
+            found[name, kind] = losses | {"peak": torch.cuda.max_memory_allocated() - before}
     return found

@@ -60,3 +60,14 @@ def test_hosts_start_and_step(tmp_path: Path) -> None:
     assert rows["groups on gloo that it is in"] == ("5", "3")
     assert rows["the same, over all ranks"] == ("1,024", "63")
     assert rows["messages one after the other in it"] == ("126", "6")
+
+
+def test_answers_by_two_processes() -> None:
+    """The benchmark of `generate` at tp 2, which checks the tokens itself."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--device", "cpu", "--shape", "tiny", "--num-new", "3", "--rows", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "benchmarks.generate", *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tp 2" in done.stdout and "| cache, 2 prompts at a time |" in done.stdout

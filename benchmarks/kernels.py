@@ -4,8 +4,9 @@
 
 On a GPU, of one layer of 4,096 tokens or 16,384 patches in bf16. "rotary": queries, keys and values are split, and the
 first two rotated; the backward pass joins their gradients, as the linear layer before takes them. "windows": attention
-of patches within windows of 64. "ms" is the time of the kernels of one pass, "GB/s" what is read and written at least,
-in that time.
+of patches within windows of 64. "images": attention of patches within four images, and with room for as many as a CUDA
+graph of a tower has. "ms" is the time of the kernels of one pass, "GB/s" what is read and written at least, in that
+time, and "TF/s" the operations without padding.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def one_kernel(mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, ...]:
     return apply_fused_qkv_rotary_pos_emb(mixed, angles, angles, [mixed.shape[-1] - 2 * size, size, size])
 
 
+TOWERS = (Layer("Qwen3-VL-8B's tower", 16384, 16, 1, 72), Layer("Qwen2.5-VL's tower", 16384, 16, 1, 80))
+IMAGES, ROOM = 4, 32
+
 VARIANTS: dict[str, Split] = {
     "Transformer Engine, each": two_kernels,
     "Transformer Engine, all": one_kernel,
@@ -95,6 +99,21 @@ def times(run: Callable[[], Any], inputs: Sequence[Tensor], repeats: int) -> tup
         torch.autograd.grad(out, inputs, gradients, retain_graph=True)
 
     return kernel_ms(forward, repeats), kernel_ms(backward, repeats)
+
+
+def times_once(run: Callable[[], Tensor], inputs: Sequence[Tensor], repeats: int) -> tuple[float, float]:
+    """As `times`, of a function whose backward pass can only run once."""
+    gradient = torch.randn_like(run())
+
+    def forward() -> None:
+        with torch.no_grad():
+            run()
+
+    def both() -> None:
+        torch.autograd.grad(run(), inputs, gradient)
+
+    of_forward = kernel_ms(forward, repeats)
+    return of_forward, kernel_ms(both, repeats) - of_forward
 
 
 def row(what: str, kernels: str, found: tuple[float, float], moved: tuple[int, int]) -> dict[str, Any]:
@@ -139,6 +158,50 @@ def windows(layer: Layer, repeats: int) -> Iterator[dict[str, Any]]:
         )
 
 
+def images(layer: Layer, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield a row of each variant."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    from llava_mcore.compat import flash_attention_4
+
+    shape = layer.tokens, layer.groups, layer.size
+    parts = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    query, key, value = parts
+    longest = layer.tokens // IMAGES
+    bounds = torch.arange(0, layer.tokens + 1, longest, device="cuda", dtype=torch.int32)
+    roomy = torch.cat([bounds, bounds[-1:].expand(ROOM - IMAGES)])
+    engine = DotProductAttention(layer.groups, layer.size, qkv_format="thd", attn_mask_type="padding")
+
+    def by_engine(bounds: Tensor, longest: int) -> Tensor:
+        lengths = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+        out: Tensor = engine(query, key, value, **lengths)
+        return out.unflatten(1, (layer.groups, layer.size))
+
+    variants: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "Transformer Engine (cuDNN)": by_engine,
+        "torch's varlen_attn": lambda bounds, longest: varlen_attn(query, key, value, bounds, bounds, longest, longest),
+    }
+    if flash_attention_4.supports(layer.size):
+        variants["FlashAttention 4"] = partial(
+            flash_attention_4.attend_packed, query, key, value, scale=layer.size**-0.5, deterministic=False
+        )
+    products = 4 * IMAGES * longest**2 * layer.groups * layer.size
+    reference = by_engine(bounds, longest).float()
+    for name, run in variants.items():
+        for room, arguments in (("", (bounds, longest)), (f", room for {ROOM}", (roomy, layer.tokens))):
+            off = (run(*arguments).float() - reference).abs().max() / reference.abs().max()
+            assert off < 0.02, f"{name}{room} differs by {off}"
+            forward, backward = times_once(partial(run, *arguments), parts, repeats)
+            yield {
+                "layer of": f"images, {layer.what}",
+                "kernels": name + room,
+                "forward ms": round(forward, 4),
+                "backward ms": round(backward, 4),
+                "forward TF/s": round(products / forward / 1e9),
+                "backward TF/s": round(2.5 * products / backward / 1e9),
+            }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
@@ -148,6 +211,7 @@ def main() -> None:
         parser.error("no GPU was found")
     rows = [row for layer in LAYERS for row in rotary(layer, args.repeats)]
     rows += windows(LAYERS[-1], args.repeats)
+    rows += [row for tower in TOWERS for row in images(tower, args.repeats)]
     show(rows)
     if args.json is not None:
         write_record(args.json, rows, gpus=1)

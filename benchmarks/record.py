@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-energon", "transformers")
 RESERVED = "reserved"
 """How the memory of runs is counted: what torch has reserved; in older files, what it has allocated."""
-PEER_PACKAGES = ("liger-kernel", "torchao")
-"""Only of the peers: named where they are installed."""
+OPTIONAL_PACKAGES = ("flash-attn-4", "liger-kernel", "torchao")
+"""Named where they are installed. The last two are those of the peers."""
 
 
 def write_record(file: Path, rows: Sequence[dict[str, Any]], *, gpus: int, **more: str) -> None:
@@ -36,7 +36,7 @@ def about(gpus: int) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of what is measured."""
     found = {}
-    for name in (*PACKAGES, *PEER_PACKAGES):
+    for name in (*PACKAGES, *OPTIONAL_PACKAGES):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

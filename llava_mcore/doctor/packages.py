@@ -22,11 +22,13 @@ MODULES = {
     "PyYAML": "yaml",
     ENGINE: "transformer_engine.pytorch",
     "fla-core": "fla.ops",
+    "flash-attn-4": "flash_attn.cute",
 }
 """Package -> the module that is imported, if it has another name."""
 PURPOSES = {
     "gpu": "Transformer Engine: training on GPUs, FP8",
     "delta": "flash-linear-attention: Qwen3.5 on GPUs",
+    "flash": "FlashAttention 4: towers of Qwen-VL on Hopper",
     "muon": "optimizer.name muon",
     "video": "video files in prepare, generate and chat",
     "audio": "audio clips in prepare, generate, chat and training",

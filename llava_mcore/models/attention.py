@@ -220,39 +220,6 @@ class SDPAttention(MegatronModule):
         return F.dropout(weights, dropout) @ v
 
 
-class ManyShortAttention(MegatronModule):
-    """Full attention in packs of many short sequences on a GPU, in half precision; no dropout.
-
-    Transformer Engine has cuDNN plan for as many sequences as there are, each as long as all together: with 600
-    windows of 64 patches one of its kernels took half of a step. Sequences that fit into a block have a kernel of their
-    own, longer ones torch's.
-
-    Drop-in for megatron-core's core attention. t: packed tokens, n: heads, d: head size.
-    """
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        packed_seq_params: PackedSeqParams,
-        **_: Any,  # a mask type and a bias, which full attention does not need
-    ) -> Tensor:
-        """Return [t, n*d] for [t, n, d]."""
-        bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-        assert bounds is not None and longest is not None
-        from llava_mcore.models.kernels import window_attention  # on GPUs only
-
-        if longest <= window_attention.LONGEST:
-            out = window_attention.WindowAttention.apply(query, key, value, bounds)
-        else:
-            out = varlen_attn(query, key, value, bounds, bounds, longest, longest)
-        assert isinstance(out, Tensor)
-        return out.flatten(1)
-
-
 def _bounds(params: PackedSeqParams, on_device: Tensor) -> Sequence[int]:
     """Return the bounds of packed sequences; the host waits for the device where only that knows them."""
     if isinstance(params, PackedSamples):

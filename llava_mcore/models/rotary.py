@@ -21,7 +21,8 @@ from torch import Tensor
 class TokenRopeSelfAttention(SelfAttention):
     """Takes `rotary_pos_emb` as angles [s, b or 1, 1, r], one row per token.
 
-    `factor`: of cosines and sines (YaRN), where they are not fused.
+    `factor`: of cosines and sines (YaRN), where they are not fused. `padded_head`: the size that heads get for core
+    attention, with zeros at their end; None: that of the heads. Only where one kernel splits and rotates.
     """
 
     in_float32: ClassVar[bool] = False
@@ -30,6 +31,7 @@ class TokenRopeSelfAttention(SelfAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.factor = 1.0
+        self.padded_head: int | None = None
         self._angles: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
@@ -44,7 +46,7 @@ class TokenRopeSelfAttention(SelfAttention):
         """Return query, key and value [s, b, n, d], the first two rotated (called by megatron-core's forward)."""
         if self._angles is not None and self._splits_rotated:
             mixed, (*_, size) = super().get_query_key_value_tensors(*args, **kwargs | {"split_qkv": False})
-            return split_rotated(mixed, self._angles, size)
+            return split_rotated(mixed, self._angles, size, self.padded_head)
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is None:
             return (query, key, *rest)
@@ -93,18 +95,20 @@ def rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
     return fused_apply_rotary_pos_emb(x.flatten(0, 1)[:, None], _of_each_token(angles, x)[:, None, None]).view(x.shape)
 
 
-def split_rotated(mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_rotated(mixed: Tensor, angles: Tensor, size: int, padded: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value [s, b, n, d], the first two as `rotate_fused` rotates them.
 
     Args:
         mixed: [s, b, groups of heads, (query heads of a group + 2) * d]: a group's query heads, its key and its value.
         size: d.
+        padded: the last dimension of the results, which end with zeros; None: d.
     """
     from llava_mcore.models.kernels.split_rotated import SplitRotated  # on GPUs only
 
     s, b = mixed.shape[:2]
-    parts = SplitRotated.apply(mixed.flatten(0, 1), _of_each_token(angles, mixed), size)
-    query, key, value = (x.view(s, b, -1, size) for x in parts)
+    padded = size if padded is None else padded
+    parts = SplitRotated.apply(mixed.flatten(0, 1), _of_each_token(angles, mixed), size, padded)
+    query, key, value = (x.view(s, b, -1, padded) for x in parts)
     return query, key, value
 
 

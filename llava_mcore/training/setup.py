@@ -30,6 +30,7 @@ from llava_mcore.models.connectors.perceiver_resampler import PerceiverLayer
 from llava_mcore.models.language.router import ExpertLoads, Router, RouterLosses
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
+from llava_mcore.models.vision.attention import kernels_of
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.context import across_nodes
 from llava_mcore.parallel.groups import Groups, initialize, set_virtual_stages, sum_over_ranks
@@ -282,7 +283,7 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     tower = models[0].vision_model.config.fp8 if models[0].pre_process else None
     scales = ", experts with a scale for each token and each row of a matrix" if config.num_moe_experts else ""
     fp8 = ", FP8" + (", also of the tower" if tower else "") + scales if config.fp8 else ""
-    logger.info("layers: %s%s", config.transformer_impl, fp8)
+    logger.info("layers: %s%s%s", config.transformer_impl, kernels_of(models[0]), fp8)
     experts = f", experts: ep {groups.ep_size} x etp {groups.etp_size}" if config.num_moe_experts else ""
     context = f" x cp {groups.cp_size}" if groups.cp_size > 1 else ""
     sizes = f"tp {groups.tp_size}{context} x pp {groups.pp_size} x dp {groups.dp_size}{experts}"

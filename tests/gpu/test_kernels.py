@@ -28,15 +28,20 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("groups", "queries", "size", "rotated"), SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("padding", [0, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_heads_and_gradients(groups: int, queries: int, size: int, rotated: int, dtype: torch.dtype) -> None:
+def test_heads_and_gradients(
+    groups: int, queries: int, size: int, rotated: int, padding: int, dtype: torch.dtype
+) -> None:
     """The kernel's heads and their gradients are those of torch."""
     generator = torch.Generator("cuda").manual_seed(0)
     given = {"device": "cuda", "generator": generator}
     mixed = torch.randn(130, 2, groups, (queries + 2) * size, **given).to(dtype).requires_grad_()
     angles = torch.randn(130, 2, 1, rotated // 2, **given) * 1000
     angles = torch.cat((angles, angles), dim=-1)
-    found = split_rotated(mixed, angles, size)
+    padded = split_rotated(mixed, angles, size, size + padding)
+    assert not any(x[..., size:].any() for x in padded)
+    found = [x[..., :size] for x in padded]
     parts = [x.reshape(130, 2, -1, size) for x in mixed.split([queries * size, size, size], dim=-1)]
     expected = [*(rotate(x, angles, in_float32=True) for x in parts[:2]), parts[2]]
     weights = [torch.randn(x.shape, **given).to(dtype) for x in expected]

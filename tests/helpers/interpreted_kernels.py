@@ -14,6 +14,7 @@ from itertools import pairwise
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -48,9 +49,11 @@ def rotary(groups: int, queries: int, size: int, rotated: int) -> None:
     mixed = torch.randn(5, 2, groups, (queries + 2) * size).requires_grad_()
     half = torch.randn(5, 2, 1, rotated // 2) * 100
     angles = torch.cat((half, half), dim=-1)
-    query, key, value = mixed.split([queries * size, size, size], dim=-1)
-    turned = [rotate(x.reshape(5, 2, -1, size), angles) for x in (query, key)]
-    compare(split_rotated(mixed, angles, size), (*turned, value), [mixed])
+    for padding in (0, 6):
+        query, key, value = mixed.split([queries * size, size, size], dim=-1)
+        turned = [rotate(x.reshape(5, 2, -1, size), angles) for x in (query, key)]
+        expected = tuple(F.pad(x, (0, padding)) for x in (*turned, value))
+        compare(split_rotated(mixed, angles, size, size + padding), expected, [mixed])
 
 
 def windows(lengths: list[int], heads: int, size: int) -> None:

@@ -3,7 +3,8 @@
 Transformer Engine (2.20) has kernels that rotate a single tensor, whose gradients another kernel must then join, and
 one that also splits but is slower than these together unless a group has several query heads (`benchmarks/kernels.py`).
 
-t: tokens, g: groups of heads, q: query heads of a group, d: head size, r: rotated dims of a head.
+t: tokens, g: groups of heads, q: query heads of a group, d: head size, r: rotated dims of a head, p: size of a head in
+the results, d or more.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ _ROWS, _WARPS = 8, 2
 
 
 class SplitRotated(torch.autograd.Function):
-    """Queries [t, g * q, d], keys and values [t, g, d] of [t, g, (q + 2) * d]."""
+    """Queries [t, g * q, p], keys and values [t, g, p] of [t, g, (q + 2) * d]."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, mixed: Tensor, angles: Tensor, size: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate in float32.
 
         Args:
             mixed: a group's query heads, its key and its value.
             angles: float32 [t, r], whose halves are equal.
             size: d.
+            padded: p; heads end with zeros.
         """
         mixed, angles = mixed.contiguous(), angles.contiguous()
         tokens, groups, width = mixed.shape
-        query = mixed.new_empty(tokens, groups * (width // size - 2), size)
-        key, value = (mixed.new_empty(tokens, groups, size) for _ in range(2))
+        query = mixed.new_empty(tokens, groups * (width // size - 2), padded)
+        key, value = (mixed.new_empty(tokens, groups, padded) for _ in range(2))
         _run(mixed, query, key, value, angles, joins=False)
         ctx.save_for_backward(angles)
         ctx.shape = mixed.shape
@@ -49,12 +51,13 @@ class SplitRotated(torch.autograd.Function):
         (angles,) = ctx.saved_tensors
         mixed = query.new_empty(ctx.shape)
         _run(mixed, query, key, value, angles, joins=True)
-        return mixed, None, None
+        return mixed, None, None, None
 
 
 def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tensor, *, joins: bool) -> None:
-    tokens, groups, size = key.shape
+    tokens, groups, padded = key.shape
     queries, half = query.shape[1] // groups, angles.shape[1] // 2
+    size = mixed.shape[2] // (queries + 2)
     rest = size - 2 * half
     heads = groups * (queries + 2)
     _split_rotated[(tokens, triton.cdiv(heads, _ROWS))](
@@ -66,6 +69,8 @@ def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tenso
         groups,
         queries,
         SIZE=size,
+        PADDED=padded,
+        PADDING_TILE=triton.next_power_of_2(max(padded - size, 1)),
         HALF=half,
         HALF_TILE=triton.next_power_of_2(half),
         REST=rest,
@@ -87,6 +92,15 @@ def _joined(to_query: tl.tensor, to_key: tl.tensor, to_value: tl.tensor, masks: 
 
 
 @triton.jit
+def _put(to_query: tl.tensor, to_key: tl.tensor, to_value: tl.tensor, values: tl.tensor, masks: tl.tuple) -> None:
+    """Store each row where its head is."""
+    of_query, of_key, of_value = masks
+    tl.store(to_query, values, mask=of_query)
+    tl.store(to_key, values, mask=of_key)
+    tl.store(to_value, values, mask=of_value)
+
+
+@triton.jit
 def _move(
     mixed: tl.tensor, to_query: tl.tensor, to_key: tl.tensor, to_value: tl.tensor, masks: tl.tuple, JOINS: tl.constexpr
 ) -> None:
@@ -96,10 +110,25 @@ def _move(
     if JOINS:
         tl.store(mixed, _joined(to_query, to_key, to_value, masks), mask=of_any)
     else:
-        values = tl.load(mixed, mask=of_any, other=0.0)
-        tl.store(to_query, values, mask=of_query)
-        tl.store(to_key, values, mask=of_key)
-        tl.store(to_value, values, mask=of_value)
+        _put(to_query, to_key, to_value, tl.load(mixed, mask=of_any, other=0.0), masks)
+
+
+@triton.jit
+def _clear(
+    to_query: tl.tensor,
+    to_key: tl.tensor,
+    to_value: tl.tensor,
+    rows: tl.tuple,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PADDING_TILE: tl.constexpr,
+) -> None:
+    """Put zeros after heads. rows: which are queries, keys and values."""
+    are_queries, are_keys, are_values = rows
+    after = SIZE + tl.arange(0, PADDING_TILE)[None, :]
+    in_padding = after < PADDED
+    masks = are_queries & in_padding, are_keys & in_padding, are_values & in_padding
+    _put(to_query + after, to_key + after, to_value + after, 0.0, masks)
 
 
 @triton.jit
@@ -112,6 +141,8 @@ def _split_rotated(
     groups: tl.tensor,
     queries: tl.tensor,
     SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PADDING_TILE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     REST: tl.constexpr,
@@ -120,44 +151,40 @@ def _split_rotated(
     JOINS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
     # Which head a row is, and where it goes.
     group, place = rows // (queries + 2), rows % (queries + 2)
     exists = rows < groups * (queries + 2)
     is_query, is_key, is_value = exists & (place < queries), exists & (place == queries), exists & (place > queries)
-    rows_at = mixed + (token * groups * (queries + 2) + rows)[:, None] * SIZE
-    to_query = query + ((token * groups + group) * queries + place)[:, None] * SIZE
-    to_key = key + (token * groups + group)[:, None] * SIZE
-    to_value = value + (token * groups + group)[:, None] * SIZE
+    rows_at = mixed + (token * groups * (queries + 2) + rows) * SIZE
+    to_query = query + ((token * groups + group) * queries + place) * PADDED
+    to_key = key + (token * groups + group) * PADDED
+    to_value = value + (token * groups + group) * PADDED
 
     half = tl.arange(0, HALF_TILE)
     in_half = (half < HALF)[None, :]
     # Values are rotated by an angle of 0, so that all rows take the same code path.
     angle = tl.load(angles + token * 2 * HALF + half, mask=half < HALF, other=0.0)
-    cos = tl.where(is_value[:, None], 1.0, tl.cos(angle)[None, :])
-    sin = tl.where(is_value[:, None], 0.0, tl.sin(angle)[None, :])
-    of_query, of_key, of_value = is_query[:, None] & in_half, is_key[:, None] & in_half, is_value[:, None] & in_half
+    cos, sin = tl.where(is_value, 1.0, tl.cos(angle)[None, :]), tl.where(is_value, 0.0, tl.sin(angle)[None, :])
+    heads = is_query & in_half, is_key & in_half, is_value & in_half
     # Rotated halves: joined for the gradient, where the rotation is the inverse, else split.
     first, second = half[None, :], HALF + half[None, :]
     if JOINS:
-        heads = of_query, of_key, of_value
         a = _joined(to_query + first, to_key + first, to_value + first, heads)
         b = _joined(to_query + second, to_key + second, to_value + second, heads)
-        tl.store(rows_at + first, a * cos + b * sin, mask=exists[:, None] & in_half)
-        tl.store(rows_at + second, b * cos - a * sin, mask=exists[:, None] & in_half)
+        tl.store(rows_at + first, a * cos + b * sin, mask=exists & in_half)
+        tl.store(rows_at + second, b * cos - a * sin, mask=exists & in_half)
     else:
-        a = tl.load(rows_at + first, mask=exists[:, None] & in_half, other=0.0).to(tl.float32)
-        b = tl.load(rows_at + second, mask=exists[:, None] & in_half, other=0.0).to(tl.float32)
+        a = tl.load(rows_at + first, mask=exists & in_half, other=0.0).to(tl.float32)
+        b = tl.load(rows_at + second, mask=exists & in_half, other=0.0).to(tl.float32)
         turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
-        tl.store(to_query + first, turned_a, mask=of_query)
-        tl.store(to_query + second, turned_b, mask=of_query)
-        tl.store(to_key + first, turned_a, mask=of_key)
-        tl.store(to_key + second, turned_b, mask=of_key)
-        tl.store(to_value + first, turned_a, mask=of_value)
-        tl.store(to_value + second, turned_b, mask=of_value)
+        _put(to_query + first, to_key + first, to_value + first, turned_a, heads)
+        _put(to_query + second, to_key + second, to_value + second, turned_b, heads)
     # Dims that are not rotated.
     if REST > 0:
         last = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
         in_rest = (tl.arange(0, REST_TILE) < REST)[None, :]
-        masks = is_query[:, None] & in_rest, is_key[:, None] & in_rest, is_value[:, None] & in_rest
+        masks = is_query & in_rest, is_key & in_rest, is_value & in_rest
         _move(rows_at + last, to_query + last, to_key + last, to_value + last, masks, JOINS)
+    if PADDED > SIZE and not JOINS:
+        _clear(to_query, to_key, to_value, (is_query, is_key, is_value), SIZE, PADDED, PADDING_TILE)

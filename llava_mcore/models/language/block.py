@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from llava_mcore.compat import flash_attention_4
 from llava_mcore.models.attention import SDPAttention
 from llava_mcore.models.language.cross_attention import cross_layer
 from llava_mcore.models.language.delta_net import delta_layer
@@ -41,6 +42,7 @@ def block_spec(
         plain_linears: megatron-core's own linear layers, with norms before them, also among Transformer Engine's.
     """
     if config.transformer_impl == "transformer_engine":
+        flash_attention_4.keep_from_engine(config.kv_channels)
         spec = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
         )

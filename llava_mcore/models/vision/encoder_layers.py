@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers import PretrainedConfig
 
+from llava_mcore.compat import flash_attention_4
 from llava_mcore.compat.megatron.layers import split_gradients_without_copy
 from llava_mcore.compat.required import replace_name
 from llava_mcore.errors import ConversionError
@@ -171,6 +172,7 @@ def unused_norm(name: str) -> dict[str, str]:
 def encoder_layer_spec(config: TransformerConfig, norm: type[nn.Module] = WrappedTorchNorm) -> ModuleSpec:
     """Return the encoder layer: Transformer Engine's, or torch's with this norm for a machine without it."""
     if config.transformer_impl == "transformer_engine":
+        flash_attention_4.keep_from_engine(config.kv_channels)
         return _te_layer_spec()
     spec = get_vit_layer_with_local_spec()
     layer = spec.submodules

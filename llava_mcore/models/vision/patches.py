@@ -33,9 +33,9 @@ from llava_mcore.media.batch_fields import (
     WINDOW_ORDER,
     WINDOW_SEQLENS,
 )
-from llava_mcore.models.attention import ManyShortAttention
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
+from llava_mcore.models.vision.attention import FlashAttention, tower_attention
 from llava_mcore.models.vision.encoder_layers import clear_padding, encoder_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.replicated import process_groups
@@ -82,9 +82,11 @@ class PatchLayer(TransformerLayer):
     def __init__(self, *args: Any, full_attention: frozenset[int] | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sees_windows = full_attention is not None and self.layer_number - 1 not in full_attention
-        in_half = self.config.params_dtype in (torch.float16, torch.bfloat16)
-        if self.sees_windows and self.config.transformer_impl == "transformer_engine" and in_half:
-            self.self_attention.core_attention = ManyShortAttention(self.config)
+        core = tower_attention(self.config, sees_windows=self.sees_windows)
+        if core is not None:
+            self.self_attention.core_attention = core
+        if isinstance(core, FlashAttention):
+            self.self_attention.padded_head = core.padded_head
 
     def forward(self, *args: Any, packed_seq_params: TowerSeqParams, **kwargs: Any) -> Any:
         """Run the layer on [n, 1, h]."""

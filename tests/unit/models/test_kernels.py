@@ -18,11 +18,15 @@ from llava_mcore.models.kernels import add_gradients, logit_gradients, quantize_
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ROTARY = {"SIZE": 128, "HALF": 64, "HALF_TILE": 64, "REST": 0, "REST_TILE": 1, "ROWS": 8}
+ROTARY |= {"PADDED": 128, "PADDING_TILE": 1}
+PADDED = {"SIZE": 72, "HALF": 36, "PADDED": 96, "PADDING_TILE": 32}
 WINDOWS = {"SIZE": 80, "SIZE_TILE": 128, "LONGEST": 64}
 LOGITS = {"ROWS": 32128, "NUM_TRUE": 32000, "BLOCK": 4096}
 TILES = {"ROWS": 128, "COLUMNS": 64}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "split": (split_rotated._split_rotated, ROTARY | {"JOINS": False}),
+    "split with padding": (split_rotated._split_rotated, ROTARY | PADDED | {"JOINS": False}),
+    "join with padding": (split_rotated._split_rotated, ROTARY | PADDED | {"JOINS": True}),
     "join": (split_rotated._split_rotated, ROTARY | {"JOINS": True}),
     "parts of heads": (split_rotated._split_rotated, ROTARY | {"HALF": 32, "REST": 64, "REST_TILE": 64, "JOINS": True}),
     "windows": (window_attention._forward, WINDOWS),

@@ -1,0 +1,121 @@
+"""Which towers FlashAttention 4 computes, and what it is given: a module in its place computes by torch."""
+
+from __future__ import annotations
+
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
+import os
+import sys
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from llava_mcore.compat import flash_attention_4
+from llava_mcore.models.vision.attention import FlashAttention, ManyShortAttention, tower_attention
+
+HEADS, SIZE, PADDED = 2, 72, 96
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """Return attention [s, n, d]."""
+    parts = (x.transpose(0, 1) for x in (query, key, value))
+    return F.scaled_dot_product_attention(*parts, scale=scale).transpose(0, 1)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Put a module in the package's place. Return the head sizes that it is given."""
+    sizes: list[int] = []
+
+    def packed(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens_q: Tensor, **options: Any) -> Any:
+        sizes.append(query.shape[-1])
+        limits = [(a, b) for a, b in pairwise(cu_seqlens_q.tolist()) if a < b]
+        parts = [
+            attention(*(x[a:b] for x in (query, key, value)), scale=options["softmax_scale"])
+            for a, b in limits
+            if a < b
+        ]
+        return torch.cat(parts), None
+
+    module = ModuleType("flash_attn.cute")
+    vars(module).update(flash_attn_varlen_func=packed)
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    return sizes
+
+
+def tower_config(size: int = SIZE, **options: Any) -> TransformerConfig:
+    """Return the configuration of a tower with Transformer Engine's layers."""
+    given = {
+        "num_layers": 1,
+        "hidden_size": HEADS * size,
+        "num_attention_heads": HEADS,
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "attention_dropout": 0.0,
+        "attention_backend": AttnBackend.auto,
+    }
+    config = TransformerConfig(**given | options)
+    config.transformer_impl = "transformer_engine"
+    return config
+
+
+def test_heads_are_padded(flash: list[int]) -> None:
+    """Results are those of the heads alone, whether they come with padding or without."""
+    layer = FlashAttention(tower_config())
+    parts = [torch.randn(9, HEADS, SIZE) for _ in range(3)]
+    bounds = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
+    params = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=5, max_seqlen_kv=5)
+    expected = torch.cat([attention(*(x[a:b] for x in parts)) for a, b in ((0, 4), (4, 9))]).flatten(1)
+    for given in (parts, [F.pad(x, (0, PADDED - SIZE)) for x in parts]):
+        query, key, value = given
+        torch.testing.assert_close(layer(query, key, value, packed_seq_params=params), expected)
+    assert flash == [PADDED] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "whole", "in_windows"),
+    [
+        ({}, FlashAttention, ManyShortAttention),
+        ({"size": 80}, FlashAttention, ManyShortAttention),
+        ({"size": 64}, None, ManyShortAttention),
+        ({"size": 128}, None, ManyShortAttention),
+        ({"attention_backend": AttnBackend.flash}, FlashAttention, ManyShortAttention),
+        ({"attention_backend": AttnBackend.fused}, None, ManyShortAttention),
+        ({"attention_dropout": 0.1}, None, None),
+        ({"params_dtype": torch.float32, "bf16": False}, None, None),
+    ],
+)
+def test_which_layers(
+    options: dict[str, Any], whole: type | None, in_windows: type | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose heads cuDNN would pad more, unless it is asked for; those with windows in any case."""
+    monkeypatch.setattr(flash_attention_4, "supports", lambda size: size <= flash_attention_4.LARGEST_HEAD)
+    config = tower_config(**options)
+    for sees_windows, expected in ((False, whole), (True, in_windows)):
+        found = tower_attention(config, sees_windows=sees_windows)
+        assert (None if found is None else type(found)) == expected
+
+
+def test_not_without_the_package_and_a_gpu() -> None:
+    """Here there is neither."""
+    assert tower_attention(tower_config(), sees_windows=False) is None
+
+
+@pytest.mark.parametrize(("size", "kept"), [(72, True), (80, True), (96, False), (128, False)])
+def test_engine_does_not_choose_it_where_gradients_would_be_wrong(
+    size: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine does not pad heads."""
+    name = "NVTE_FLASH_ATTN_V4"
+    monkeypatch.setenv(name, "1")
+    flash_attention_4.keep_from_engine(size)
+    assert (os.environ[name] == "0") == kept

@@ -69,7 +69,7 @@ def data_parallel_gradients(tied: bool, adds: bool) -> float:
     """Return the largest difference in main_grad between the plain loss and the chunked one, at tp 2 x dp 2.
 
     Args:
-        adds: the chunked one adds the gradient of the output layer's weight in its forward pass.
+        adds: with the chunked one, output layer and embedding add the gradients of their weights themselves.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from transformers import LlavaConfig
@@ -90,11 +90,12 @@ def data_parallel_gradients(tied: bool, adds: bool) -> float:
         pre_process=True,
         post_process=True,
     )
-    model.output_layer.adds_to_main_grad = adds
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     g = torch.Generator().manual_seed(dist.get_rank() // 2)
     found: list[dict[str, Tensor]] = []
     for chunked in (False, True):
+        if chunked and adds:
+            model.add_to_main_grad(scales_loss=False)
         wrapped.zero_grad_buffer()
         for _ in range(2):  # micro-batches add up
             ids = torch.randint(0, 401, (2, 21), generator=g.manual_seed(dist.get_rank() // 2))

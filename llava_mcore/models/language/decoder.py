@@ -139,10 +139,15 @@ class LanguageModel(GPTModel):
         Args:
             scales_loss: the gradient of the loss is not 1 but a scale (fp16), so the output layer must wait for it.
         """
-        if self.pre_process and not self.share_embeddings_and_output_weights:  # else autograd adds both
-            self.embedding.word_embeddings.adds_to_main_grad = True
         if self.post_process:
             self.output_layer.adds_to_main_grad = not scales_loss
+        is_shared = self.pre_process and self.post_process and self.share_embeddings_and_output_weights
+        if is_shared and scales_loss:
+            return  # autograd adds the gradients of both
+        if self.pre_process:
+            self.embedding.word_embeddings.adds_to_main_grad = True
+        if is_shared:  # nothing is left for data parallelism to add
+            vars(self.shared_embedding_or_output_weight())["zero_out_wgrad"] = False
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return token embeddings [s, b, h], scaled in some families; int64 [b, s] both."""

@@ -6,12 +6,15 @@ Its module is `flash_attn.cute`; other versions of FlashAttention are other modu
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from importlib.metadata import PackageNotFoundError, distribution
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 HEAD_MULTIPLE = 32
 """Heads are padded to a multiple of this. With others the gradients of queries are wrong on Hopper, without a message
@@ -30,11 +33,26 @@ def is_installed() -> bool:
     return True
 
 
+@functools.cache
+def can_be_imported() -> bool:
+    """Return whether the package is installed and can be imported; log why not."""
+    if not is_installed():
+        return False
+    try:
+        from flash_attn.cute import flash_attn_varlen_func  # noqa: F401
+    except (ImportError, OSError, AttributeError) as error:  # its compiler's libraries, or another version of them
+        logger.warning(
+            'flash-attn-4 is installed and cannot be imported, so it is not used: %s; pip install "llava-mcore[flash]"',
+            error,
+        )
+        return False
+    return True
+
+
 def supports(head_size: int) -> bool:
     """Return whether its kernels can compute on this process's GPU with heads of a size, padded."""
-    if head_size > LARGEST_HEAD or not is_installed() or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability() == HOPPER
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
+    return on_hopper and head_size <= LARGEST_HEAD and can_be_imported()
 
 
 def keep_from_engine(head_size: int) -> None:

@@ -110,6 +110,19 @@ def test_not_without_the_package_and_a_gpu() -> None:
     assert tower_attention(tower_config(), sees_windows=False) is None
 
 
+def test_a_broken_package_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A run says why, and goes on without it."""
+    monkeypatch.setattr(flash_attention_4, "is_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    flash_attention_4.can_be_imported.cache_clear()
+    try:
+        assert not flash_attention_4.can_be_imported()
+    finally:
+        flash_attention_4.can_be_imported.cache_clear()
+    assert "flash-attn-4 is installed and cannot be imported" in caplog.text
+
+
 @pytest.mark.parametrize(("size", "kept"), [(72, True), (80, True), (96, False), (128, False)])
 def test_engine_does_not_choose_it_where_gradients_would_be_wrong(
     size: int, kept: bool, monkeypatch: pytest.MonkeyPatch

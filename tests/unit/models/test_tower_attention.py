@@ -111,7 +111,7 @@ def test_not_without_the_package_and_a_gpu() -> None:
 
 
 def test_a_broken_package_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A run says why, and goes on without it."""
+    """A run says why, and continues without it."""
     monkeypatch.setattr(flash_attention_4, "is_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,18 @@ def partial_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
+def of_replica(partial: Path, replica: int) -> Path:
+    """Return the file that has a replica's answers until all are there. `partial`: that of the whole command."""
+    return partial.with_name(f"{partial.name}.{replica}")
+
+
 def finish(out: Path) -> None:
-    """Give the file of all answers its name."""
-    move(partial_of(out), out)
+    """Give the file of all answers its name, and remove those of replicas, also of a killed command with more."""
+    partial = partial_of(out)
+    move(partial, out)
+    for file in out.parent.glob(f"{glob.escape(partial.name)}.*"):
+        if file.name.removeprefix(f"{partial.name}.").isdecimal():
+            file.unlink()
 
 
 @contextlib.contextmanager

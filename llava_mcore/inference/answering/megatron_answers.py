@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,8 +15,8 @@ from llava_mcore.config.rules.all_rules import check_parts
 from llava_mcore.config.rules.context import check_divided_tokens
 from llava_mcore.errors import CheckpointError, ConfigError, LlavaMcoreError, problems
 from llava_mcore.inference.answering.answer_file import written_to
-from llava_mcore.inference.answering.job import Job, Layout, SampleShare, StoredModel
-from llava_mcore.inference.answering.megatron_worker import answers_file, partial_file, problem_file, run_rank
+from llava_mcore.inference.answering.job import Job, Layout, StoredModel
+from llava_mcore.inference.answering.megatron_worker import answers_file, problem_file, run_rank
 from llava_mcore.inference.generation.records import Record
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.processes.local_world import run_here, run_world
@@ -56,7 +55,8 @@ def answer_checkpoint(folder: Path, job: Job, layout: Layout, base_dir: Path | N
             raise
         records = _merged(results, layout.replicas)
     if job.partial is not None and layout.replicas > 1:
-        _write_merged(job.partial, layout.replicas, records)
+        with written_to(job.partial) as write:
+            write(records)
     return records
 
 
@@ -66,14 +66,6 @@ def _merged(results: Path, replicas: int) -> list[Record]:
     lines = [line for text in texts for line in text.split("\n") if line]  # answers may have other line separators
     indexed = sorted((json.loads(line) for line in lines), key=lambda pair: int(pair[0]))
     return [Record(**values) for _, values in indexed]
-
-
-def _write_merged(partial: Path, replicas: int, records: Sequence[Record]) -> None:
-    """Replace the files of the replicas' answers by one file of all of them."""
-    with written_to(partial) as write:
-        write(records)
-    for replica in range(replicas):
-        partial_file(partial, SampleShare(replica, replicas)).unlink()
 
 
 def usable_checkpoint(folder: Path, layout: Layout, base_dir: Path | None) -> Path:

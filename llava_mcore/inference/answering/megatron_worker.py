@@ -23,7 +23,7 @@ from llava_mcore.convert.load_model import load_part
 from llava_mcore.data.encode.assets import Assets
 from llava_mcore.data.samples import Skip
 from llava_mcore.errors import LlavaMcoreError
-from llava_mcore.inference.answering.answer_file import written_to
+from llava_mcore.inference.answering.answer_file import of_replica, written_to
 from llava_mcore.inference.answering.job import Asked, Job, Layout, SampleShare, StoredModel
 from llava_mcore.inference.answering.progress import shown_progress
 from llava_mcore.inference.generation.generate import generate
@@ -58,7 +58,7 @@ def problem_file(results: Path, replica: int) -> Path:
 
 def partial_file(partial: Path, share: SampleShare) -> Path:
     """Return the file that gets a replica's records as they come. `partial`: that of the whole command."""
-    return partial if share.replicas == 1 else partial.with_name(f"{partial.name}.{share.replica}")
+    return partial if share.replicas == 1 else of_replica(partial, share.replica)
 
 
 def run_rank(

@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from llava_mcore.inference.answering.answer_file import finish, partial_of, written_to
 from llava_mcore.inference.answering.job import Layout, SampleShare
-from llava_mcore.inference.answering.megatron_answers import _merged, _write_merged
+from llava_mcore.inference.answering.megatron_answers import _merged
 from llava_mcore.inference.answering.megatron_worker import answers_file, partial_file
 from llava_mcore.inference.generation.records import Record
 
@@ -23,17 +24,27 @@ def test_records_keep_the_order_of_the_data(tmp_path: Path) -> None:
         0: [(0, record("a#0")), (0, record("a#1", "two\u2028lines\x85")), (2, record("c", None))],
         1: [(1, record("b")), (3, record("d"))],
     }
-    partial = tmp_path / "answers.jsonl.partial"
     for replica, indexed in parts.items():
         lines = [json.dumps([index, asdict(one)], ensure_ascii=False) + "\n" for index, one in indexed]
         answers_file(tmp_path, replica).write_text("".join(lines), encoding="utf-8")
-        partial_file(partial, SampleShare(replica, 2)).write_text("so far")
     records = _merged(tmp_path, 2)
     assert [one.key for one in records] == ["a#0", "a#1", "b", "c", "d"]
     assert records[1].answer == "two\u2028lines\x85"
-    _write_merged(partial, 2, records)
-    assert [json.loads(line)["key"] for line in partial.read_bytes().splitlines()] == ["a#0", "a#1", "b", "c", "d"]
-    assert [path.name for path in tmp_path.glob("*.partial*")] == [partial.name]
+
+
+def test_nothing_is_left_of_replicas(tmp_path: Path) -> None:
+    """Not even of a killed command with more of them, which had other records."""
+    out = tmp_path / "answers.jsonl"
+    partial = partial_of(out)
+    for replica in range(4):
+        partial_file(partial, SampleShare(replica, 4)).write_text("so far")
+    other = tmp_path / "answers.jsonl.partial.backup"
+    other.touch()
+    with written_to(partial) as write:
+        write([record("a"), record("b", None)])
+    finish(out)
+    assert [json.loads(line)["key"] for line in out.read_bytes().splitlines()] == ["a", "b"]
+    assert sorted(tmp_path.iterdir()) == [out, other]
 
 
 def test_one_replica_writes_its_own_file(tmp_path: Path) -> None:

@@ -24,22 +24,13 @@ HOPPER = (9, 0)
 
 
 @functools.cache
-def is_installed() -> bool:
-    """Return whether the package is installed, without importing it."""
+def is_usable() -> bool:
+    """Return whether the package is installed and can be imported. Log why it cannot."""
     try:
         distribution("flash-attn-4")
+        from flash_attn.cute import flash_attn_varlen_func  # noqa: F401
     except PackageNotFoundError:
         return False
-    return True
-
-
-@functools.cache
-def can_be_imported() -> bool:
-    """Return whether the package is installed and can be imported; log why not."""
-    if not is_installed():
-        return False
-    try:
-        from flash_attn.cute import flash_attn_varlen_func  # noqa: F401
     except (ImportError, OSError, AttributeError) as error:  # its compiler's libraries, or another version of them
         logger.warning(
             'flash-attn-4 is installed and cannot be imported, so it is not used: %s; pip install "llava-mcore[flash]"',
@@ -52,7 +43,7 @@ def can_be_imported() -> bool:
 def supports(head_size: int) -> bool:
     """Return whether its kernels can compute on this process's GPU with heads of a size, padded."""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
-    return on_hopper and head_size <= LARGEST_HEAD and can_be_imported()
+    return on_hopper and head_size <= LARGEST_HEAD and is_usable()
 
 
 def keep_from_engine(head_size: int) -> None:

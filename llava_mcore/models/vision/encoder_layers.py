@@ -169,10 +169,17 @@ def unused_norm(name: str) -> dict[str, str]:
     return {f"{name}.{wb}": "norm after the last vision layer" for wb in WEIGHT_BIAS}
 
 
-def encoder_layer_spec(config: TransformerConfig, norm: type[nn.Module] = WrappedTorchNorm) -> ModuleSpec:
-    """Return the encoder layer: Transformer Engine's, or torch's with this norm for a machine without it."""
+def encoder_layer_spec(
+    config: TransformerConfig, norm: type[nn.Module] = WrappedTorchNorm, *, attends_by_engine: bool = True
+) -> ModuleSpec:
+    """Return the encoder layer: Transformer Engine's, or torch's with this norm for a machine without it.
+
+    Args:
+        attends_by_engine: the caller does not replace the layer's attention.
+    """
     if config.transformer_impl == "transformer_engine":
-        flash_attention_4.keep_from_engine(config.kv_channels)
+        if attends_by_engine:
+            flash_attention_4.keep_from_engine(config.kv_channels)
         return _te_layer_spec()
     spec = get_vit_layer_with_local_spec()
     layer = spec.submodules

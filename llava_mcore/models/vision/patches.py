@@ -35,7 +35,7 @@ from llava_mcore.media.batch_fields import (
 )
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
-from llava_mcore.models.vision.attention import FlashAttention, tower_attention
+from llava_mcore.models.vision.attention import FlashAttention, tower_attention, uses_flash_attention
 from llava_mcore.models.vision.encoder_layers import clear_padding, encoder_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.replicated import process_groups
@@ -96,7 +96,7 @@ class PatchLayer(TransformerLayer):
 
 def layer_spec(config: TransformerConfig, shape: PatchShape) -> ModuleSpec:
     """Return the encoder layer, with rotary positions and windows."""
-    spec = encoder_layer_spec(config, TorchNorm)
+    spec = encoder_layer_spec(config, TorchNorm, attends_by_engine=not uses_flash_attention(config))
     spec.module, spec.params = PatchLayer, {"full_attention": shape.full_attention}
     spec.submodules.self_attention.module = PatchRopeSelfAttention
     return spec

@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from llava_mcore.compat import flash_attention_4
+from llava_mcore.models.vision import encoder_layers
 from llava_mcore.models.vision.attention import FlashAttention, ManyShortAttention, tower_attention
+from llava_mcore.models.vision.patches import PatchShape, layer_spec
+from llava_mcore.weights.names import LayerNames
 
 HEADS, SIZE, PADDED = 2, 72, 96
 
@@ -112,14 +116,14 @@ def test_not_without_the_package_and_a_gpu() -> None:
 
 def test_a_broken_package_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A run says why, and continues without it."""
-    monkeypatch.setattr(flash_attention_4, "is_installed", lambda: True)
+    monkeypatch.setattr(flash_attention_4, "distribution", lambda name: None)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
-    flash_attention_4.can_be_imported.cache_clear()
+    flash_attention_4.is_usable.cache_clear()
     try:
-        assert not flash_attention_4.can_be_imported()
+        assert not flash_attention_4.is_usable()
     finally:
-        flash_attention_4.can_be_imported.cache_clear()
+        flash_attention_4.is_usable.cache_clear()
     assert "flash-attn-4 is installed and cannot be imported" in caplog.text
 
 
@@ -131,4 +135,18 @@ def test_engine_does_not_choose_it_where_gradients_would_be_wrong(
     name = "NVTE_FLASH_ATTN_V4"
     monkeypatch.setenv(name, "1")
     flash_attention_4.keep_from_engine(size)
+    assert (os.environ[name] == "0") == kept
+
+
+@pytest.mark.parametrize(("backend", "kept"), [(AttnBackend.flash, False), (AttnBackend.fused, True)])
+def test_a_decoder_may_use_it_where_the_engine_has_no_such_heads(
+    backend: AttnBackend, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tower that pads its heads itself does not keep --flash-attn from the decoder, whose heads may fit."""
+    name = "NVTE_FLASH_ATTN_V4"
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(flash_attention_4, "supports", lambda size: True)
+    monkeypatch.setattr(encoder_layers, "_te_layer_spec", get_vit_layer_with_local_spec)
+    shape = PatchShape(12, 4, False, None, LayerNames("", (), "", "", (), ""))
+    layer_spec(tower_config(attention_backend=backend), shape)
     assert (os.environ[name] == "0") == kept

@@ -6,7 +6,6 @@ import argparse
 import os
 import shutil
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from benchmarks.record import ROOT
 from benchmarks.runs import run_command
 from benchmarks.shapes import SHAPES
 from benchmarks.train_step_rows import Entry
+from llava_mcore.doctor.packages import installed_version
 
 ENVIRONMENT = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -102,21 +102,13 @@ def product(args: argparse.Namespace, entry: Entry, folder: Path, data: Path, ou
         entry.steps.append(step | {"memory": line["memory_gib"], "fill": line["fill"]})
 
 
-def has_flash_attention_2() -> bool:
-    """Return whether the package is installed; FlashAttention 4's modules are in `flash_attn` too."""
-    try:
-        distribution("flash-attn")
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 def environment(packages: Path, peer: Product, out: Path, iters: int) -> dict[str, str]:
     """Return the environment of a product: its own packages first, stand-ins last."""
     folders = [packages, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep), out / "stand-ins"]
     unused = [*peer.unused, *(() if torch.cuda.is_available() else ("transformer_engine", "transformer_engine_torch"))]
     stubs.write_start(out / "stand-ins")
-    if not has_flash_attention_2() and not (packages / "flash_attn").exists():
+    # FlashAttention 4's modules are in `flash_attn` too.
+    if installed_version("flash-attn") is None and not (packages / "flash_attn").exists():
         write_package(out / "stand-ins")
     return ENVIRONMENT | {
         "PYTHONPATH": os.pathsep.join(str(x) for x in folders if str(x)),

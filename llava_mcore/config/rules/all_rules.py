@@ -276,8 +276,7 @@ def data_to_read(run: RunConfig) -> DataConfig:
 
 
 def loader_multiple(run: RunConfig) -> int:
-    """Return the multiple to which the loader pads the tokens of a micro-batch: whole packs for graphs of the layers,
-    which have fixed shapes."""
+    """Return the multiple to which the loader pads the tokens of a micro-batch: whole packs where shapes are fixed."""
     return run.data.seq_length if run.has_fixed_shapes else pad_multiple(run)
 
 

@@ -1,7 +1,7 @@
 """The embedding of tokens, whose gradient is added to `main_grad` without the rows of other tokens.
 
-Autograd's gradient has all rows of the vocabulary, of which a micro-batch changes few: clearing it and adding it took
-1 % of a step of Qwen2.5-VL-7B.
+Autograd's gradient has all rows of the vocabulary, of which a micro-batch needs few: clearing it and adding it takes
+time with every micro-batch.
 
 t: tokens, h: hidden size, rows: padded vocabulary.
 """

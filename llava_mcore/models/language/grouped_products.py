@@ -5,13 +5,14 @@ e: experts, t: tokens, sorted by expert, n, k: rows and columns of an expert's m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from llava_mcore.models.main_grad import added_to_main_grad
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, adds_to_main_grad: bool = False) -> Tensor:
@@ -66,28 +67,6 @@ def weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor, ends: Tensor, *
     """
     of_weight = F.grouped_mm(gradient.t(), x, offs=ends) if len(x) else torch.zeros_like(weight)
     return added_to_main_grad(weight, of_weight) if adds_to_main_grad else of_weight
-
-
-def added_to_main_grad(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Add a gradient to the sum of the step, if data parallelism has prepared one. Return a placeholder for the
-    backward pass in that case: a tensor of arbitrary values that all layers share, so CUDA graphs keep only one."""
-    marks = vars(weight)
-    if "main_grad" not in marks:
-        return gradient
-    total = marks["main_grad"]
-    if gradient.device.type == "cuda" and total.dtype == torch.float32 and total.is_contiguous():
-        from llava_mcore.models.kernels.add_gradients import add_gradient  # on GPUs only
-
-        add_gradient(total, gradient)
-    else:
-        total.add_(gradient)
-    marks["grad_added_to_main_grad"] = True
-    return _placeholder(gradient.shape, gradient.dtype, gradient.device).detach()
-
-
-@functools.cache
-def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class FrozenGroupedProduct(torch.autograd.Function):

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ROWS, _WARPS = 8, 2
-"""Heads of one token in a block, and the warps that work on it."""
+_VALUES = 8
+"""Of each half that a thread loads at a time: 16 bytes."""
 
 
 class SplitRotated(torch.autograd.Function):
@@ -59,25 +59,25 @@ def _run(mixed: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Tenso
     queries, half = query.shape[1] // groups, angles.shape[1] // 2
     size = mixed.shape[2] // (queries + 2)
     rest = size - 2 * half
-    heads = groups * (queries + 2)
-    _split_rotated[(tokens, triton.cdiv(heads, _ROWS))](
+    half_tile = triton.next_power_of_2(half)
+    _split_rotated[(tokens,)](
         mixed,
         query,
         key,
         value,
         angles,
-        groups,
-        queries,
+        GROUPS=groups,
+        QUERIES=queries,
         SIZE=size,
         PADDED=padded,
         PADDING_TILE=triton.next_power_of_2(max(padded - size, 1)),
         HALF=half,
-        HALF_TILE=triton.next_power_of_2(half),
+        HALF_TILE=half_tile,
         REST=rest,
         REST_TILE=triton.next_power_of_2(max(rest, 1)),
-        ROWS=_ROWS,
+        ROWS=max(1, 32 * _VALUES // half_tile),
         JOINS=joins,
-        num_warps=_WARPS,
+        num_warps=1,  # more of them compute the same sines
     )
 
 
@@ -138,8 +138,8 @@ def _split_rotated(
     key: tl.tensor,
     value: tl.tensor,
     angles: tl.tensor,
-    groups: tl.tensor,
-    queries: tl.tensor,
+    GROUPS: tl.constexpr,
+    QUERIES: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     PADDING_TILE: tl.constexpr,
@@ -151,40 +151,43 @@ def _split_rotated(
     JOINS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
-    # Which head a row is, and where it goes.
-    group, place = rows // (queries + 2), rows % (queries + 2)
-    exists = rows < groups * (queries + 2)
-    is_query, is_key, is_value = exists & (place < queries), exists & (place == queries), exists & (place > queries)
-    rows_at = mixed + (token * groups * (queries + 2) + rows) * SIZE
-    to_query = query + ((token * groups + group) * queries + place) * PADDED
-    to_key = key + (token * groups + group) * PADDED
-    to_value = value + (token * groups + group) * PADDED
-
     half = tl.arange(0, HALF_TILE)
     in_half = (half < HALF)[None, :]
-    # Values are rotated by an angle of 0, so that all rows take the same code path.
+    # All heads of a token have the same angles: sines take longer than the rest, so they are computed once.
     angle = tl.load(angles + token * 2 * HALF + half, mask=half < HALF, other=0.0)
-    cos, sin = tl.where(is_value, 1.0, tl.cos(angle)[None, :]), tl.where(is_value, 0.0, tl.sin(angle)[None, :])
-    heads = is_query & in_half, is_key & in_half, is_value & in_half
-    # Rotated halves: joined for the gradient, where the rotation is the inverse, else split.
-    first, second = half[None, :], HALF + half[None, :]
-    if JOINS:
-        a = _joined(to_query + first, to_key + first, to_value + first, heads)
-        b = _joined(to_query + second, to_key + second, to_value + second, heads)
-        tl.store(rows_at + first, a * cos + b * sin, mask=exists & in_half)
-        tl.store(rows_at + second, b * cos - a * sin, mask=exists & in_half)
-    else:
-        a = tl.load(rows_at + first, mask=exists & in_half, other=0.0).to(tl.float32)
-        b = tl.load(rows_at + second, mask=exists & in_half, other=0.0).to(tl.float32)
-        turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
-        _put(to_query + first, to_key + first, to_value + first, turned_a, heads)
-        _put(to_query + second, to_key + second, to_value + second, turned_b, heads)
-    # Dims that are not rotated.
-    if REST > 0:
-        last = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
-        in_rest = (tl.arange(0, REST_TILE) < REST)[None, :]
-        masks = is_query & in_rest, is_key & in_rest, is_value & in_rest
-        _move(rows_at + last, to_query + last, to_key + last, to_value + last, masks, JOINS)
-    if PADDED > SIZE and not JOINS:
-        _clear(to_query, to_key, to_value, (is_query, is_key, is_value), SIZE, PADDED, PADDING_TILE)
+    cos_of_token, sin_of_token = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    for start in tl.range(0, GROUPS * (QUERIES + 2), ROWS, loop_unroll_factor=4):
+        rows = (start + tl.arange(0, ROWS))[:, None]
+        # Which head a row is, and where it goes.
+        group, place = rows // (QUERIES + 2), rows % (QUERIES + 2)
+        exists = rows < GROUPS * (QUERIES + 2)
+        is_query, is_key, is_value = exists & (place < QUERIES), exists & (place == QUERIES), exists & (place > QUERIES)
+        rows_at = mixed + (token * GROUPS * (QUERIES + 2) + rows) * SIZE
+        to_query = query + ((token * GROUPS + group) * QUERIES + place) * PADDED
+        to_key = key + (token * GROUPS + group) * PADDED
+        to_value = value + (token * GROUPS + group) * PADDED
+
+        # Values are rotated by an angle of 0, so that all rows take the same code path.
+        cos, sin = tl.where(is_value, 1.0, cos_of_token), tl.where(is_value, 0.0, sin_of_token)
+        heads = is_query & in_half, is_key & in_half, is_value & in_half
+        # Rotated halves: joined for the gradient, where the rotation is the inverse, else split.
+        first, second = half[None, :], HALF + half[None, :]
+        if JOINS:
+            a = _joined(to_query + first, to_key + first, to_value + first, heads)
+            b = _joined(to_query + second, to_key + second, to_value + second, heads)
+            tl.store(rows_at + first, a * cos + b * sin, mask=exists & in_half)
+            tl.store(rows_at + second, b * cos - a * sin, mask=exists & in_half)
+        else:
+            a = tl.load(rows_at + first, mask=exists & in_half, other=0.0).to(tl.float32)
+            b = tl.load(rows_at + second, mask=exists & in_half, other=0.0).to(tl.float32)
+            turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+            _put(to_query + first, to_key + first, to_value + first, turned_a, heads)
+            _put(to_query + second, to_key + second, to_value + second, turned_b, heads)
+        # Dims that are not rotated.
+        if REST > 0:
+            last = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
+            in_rest = (tl.arange(0, REST_TILE) < REST)[None, :]
+            masks = is_query & in_rest, is_key & in_rest, is_value & in_rest
+            _move(rows_at + last, to_query + last, to_key + last, to_value + last, masks, JOINS)
+        if PADDED > SIZE and not JOINS:
+            _clear(to_query, to_key, to_value, (is_query, is_key, is_value), SIZE, PADDED, PADDING_TILE)

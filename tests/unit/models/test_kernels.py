@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from llava_mcore.models.kernels import add_gradients, logit_gradients, quantize_fp8, split_rotated, window_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
-ROTARY = {"SIZE": 128, "HALF": 64, "HALF_TILE": 64, "REST": 0, "REST_TILE": 1, "ROWS": 8}
+ROTARY = {"SIZE": 128, "HALF": 64, "HALF_TILE": 64, "REST": 0, "REST_TILE": 1, "ROWS": 4, "GROUPS": 4, "QUERIES": 7}
 ROTARY |= {"PADDED": 128, "PADDING_TILE": 1}
 PADDED = {"SIZE": 72, "HALF": 36, "PADDED": 96, "PADDING_TILE": 32}
 WINDOWS = {"SIZE": 80, "SIZE_TILE": 128, "LONGEST": 64}
@@ -37,7 +37,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sums of gradients": (add_gradients._add, {"BLOCK": 4096}),
     "matrices in FP8": (quantize_fp8._matrices, TILES),
 }
-OTHERS = {"angles": "*fp32", "bounds": "*i32", "groups": "i32", "queries": "i32", "heads": "i32", "scale": "fp32"}
+OTHERS = {"angles": "*fp32", "bounds": "*i32", "heads": "i32", "scale": "fp32"}
 OTHERS |= {"local": "*i64"} | dict.fromkeys(("logits", "log_sum", "target", "at_target"), "*fp32")
 OTHERS |= {"total": "*fp32", "count": "i32"}
 OTHERS |= {"values": "*fp8e4nv", "scales": "*fp32"} | dict.fromkeys(("height", "width"), "i32")

@@ -46,7 +46,7 @@ def test_losses_and_memory(checkpoint: Path, tmp_path: Path) -> None:
         assert worst < 0.01, (variant, kind)
         assert run["grad_norm"][0] == pytest.approx(plain["grad_norm"][0], rel=0.01)
     peaks = {key: run["peak"] for key, run in found.items()}
-    assert peaks["all", WHOLE] < peaks["all", "optim_grads"] < peaks["all", "distributed"]
+    assert peaks["all", WHOLE] < peaks["all", "distributed"]
     assert peaks["lora", WHOLE] < peaks["lora", "distributed"], "frozen weights are divided too"
 
 
@@ -57,7 +57,7 @@ def test_resumed_by_the_other_kind(checkpoint: Path, tmp_path: Path) -> None:
         "checkpoint": str(checkpoint),
         "hf": hf,
         "save_dir": str(tmp_path),
-        "more": BF16 | {"optimizer.lr": SMALL_LR},
+        "more": BF16 | {"optimizer.lr": SMALL_LR, "optimizer.vision_lr": 2 * SMALL_LR, "optimizer.min_lr": 0.0},
     }
     expected = run_world(2, train_and_save, tp=1, kinds=["distributed", *MODES], **model)[0]
     pairs = [(kind, kind) for kind in MODES] + [(WHOLE, "distributed"), ("distributed", WHOLE)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,10 @@ def curve(
     text_only: Collection[int],
     kind: type[FakeLoader] = FakeLoader,
     most_steps: int | None = None,
+    after_step: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Train and return losses and gradient norms; `most_steps` ends it early."""
+    """Train and return losses and gradient norms; `most_steps` ends it early. `after_step` is called with the number of
+    steps so far."""
     trainer = make_trainer(groups, run)
     size = run.training.micro_batch_size
     loader = None
@@ -84,6 +86,8 @@ def curve(
         losses.append(result.loss)
         norms.append(result.grad_norm)
         rates.append(result.lr)
+        if after_step is not None:
+            after_step(len(losses))
     return {"loss": losses, "grad_norm": norms, "lr": rates}
 
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.kernels --json out.json
 
-On a GPU, of one layer of 4,096 tokens or 16,384 patches in bf16. "rotary": queries, keys and values are split, and the
-first two rotated; the backward pass joins their gradients, as the linear layer before takes them. "windows": attention
-of patches within windows of 64. "images": attention of patches within four images, and with room for as many as a CUDA
-graph of a tower has. "ms" is the time of the kernels of one pass, "GB/s" what is read and written at least, in that
-time, and "TF/s" the operations without padding.
+On a GPU, of one layer of 4,096 tokens (llava-1b: 32,768) or 16,384 patches in bf16. "rotary": queries, keys and values
+are split, and the first two rotated; the backward pass joins their gradients, as the linear layer before takes them.
+"windows": attention of patches within windows of 64. "images": attention of patches within four images, "samples":
+causal attention within samples of 680 tokens, both also with room for more sequences, as CUDA graphs have. "ms" is the
+time of the kernels of one pass, "GB/s" what is read and written at least, in that time, and "TF/s" the operations
+without padding.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ class Layer:
 LAYERS = (
     Layer("LLaVA-1.5-7B", 4096, 32, 1, 128),
     Layer("Qwen2.5-VL-7B", 4096, 4, 7, 128),
-    Layer("Qwen2.5-VL's tower", 16384, 16, 1, 80),
+    Layer("llava-1b", 8 * 4096, 8, 4, 64),
 )
+TOWERS = (Layer("Qwen3-VL-8B's tower", 16384, 16, 1, 72), Layer("Qwen2.5-VL's tower", 16384, 16, 1, 80))
+IMAGES, ROOM = 4, 64
+SAMPLE = 680
+"""Tokens of a sample of LLaVA-1.5's data."""
 
 
 def two_kernels(mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -62,9 +67,6 @@ def one_kernel(mixed: Tensor, angles: Tensor, size: int) -> tuple[Tensor, ...]:
 
     return apply_fused_qkv_rotary_pos_emb(mixed, angles, angles, [mixed.shape[-1] - 2 * size, size, size])
 
-
-TOWERS = (Layer("Qwen3-VL-8B's tower", 16384, 16, 1, 72), Layer("Qwen2.5-VL's tower", 16384, 16, 1, 80))
-IMAGES, ROOM = 4, 32
 
 VARIANTS: dict[str, Split] = {
     "Transformer Engine, each": two_kernels,
@@ -158,42 +160,51 @@ def windows(layer: Layer, repeats: int) -> Iterator[dict[str, Any]]:
         )
 
 
-def images(layer: Layer, repeats: int) -> Iterator[dict[str, Any]]:
-    """Yield a row of each variant."""
+def attention(what: str, layer: Layer, length: int, repeats: int, *, causal: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row of each variant. length: of a sequence, of which the layer's tokens consist."""
     from transformer_engine.pytorch import DotProductAttention
 
     from llava_mcore.compat import flash_attention_4
 
-    shape = layer.tokens, layer.groups, layer.size
-    parts = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-    query, key, value = parts
-    longest = layer.tokens // IMAGES
-    bounds = torch.arange(0, layer.tokens + 1, longest, device="cuda", dtype=torch.int32)
-    roomy = torch.cat([bounds, bounds[-1:].expand(ROOM - IMAGES)])
-    engine = DotProductAttention(layer.groups, layer.size, qkv_format="thd", attn_mask_type="padding")
+    heads, count = layer.groups * layer.queries, layer.tokens // length
+    query, key, value = parts = [
+        torch.randn(count * length, n, layer.size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for n in (heads, layer.groups, layer.groups)
+    ]
+    bounds = torch.arange(0, count * length + 1, length, device="cuda", dtype=torch.int32)
+    roomy = torch.cat([bounds, bounds[-1:].expand(max(0, ROOM - count))])
+    masked = "padding_causal" if causal else "padding"
+    engine = DotProductAttention(
+        heads, layer.size, num_gqa_groups=layer.groups, qkv_format="thd", attn_mask_type=masked
+    )
 
     def by_engine(bounds: Tensor, longest: int) -> Tensor:
         lengths = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": longest, "max_seqlen_kv": longest}
         out: Tensor = engine(query, key, value, **lengths)
-        return out.unflatten(1, (layer.groups, layer.size))
+        return out.unflatten(1, (heads, layer.size))
+
+    def by_torch(bounds: Tensor, longest: int) -> Tensor:
+        seen = (-1, 0) if causal else (-1, -1)
+        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=seen)
+        assert isinstance(out, Tensor)
+        return out
 
     variants: dict[str, Callable[[Tensor, int], Tensor]] = {
         "Transformer Engine (cuDNN)": by_engine,
-        "torch's varlen_attn": lambda bounds, longest: varlen_attn(query, key, value, bounds, bounds, longest, longest),
+        "torch's varlen_attn": by_torch,
     }
     if flash_attention_4.supports(layer.size):
-        variants["FlashAttention 4"] = partial(
-            flash_attention_4.attend_packed, query, key, value, scale=layer.size**-0.5, deterministic=False
-        )
-    products = 4 * IMAGES * longest**2 * layer.groups * layer.size
-    reference = by_engine(bounds, longest).float()
+        options = {"scale": layer.size**-0.5, "causal": causal, "deterministic": False}
+        variants["FlashAttention 4"] = partial(flash_attention_4.attend_packed, query, key, value, **options)
+    products = (2 if causal else 4) * count * length**2 * heads * layer.size
+    reference = by_engine(bounds, length).float()
     for name, run in variants.items():
-        for room, arguments in (("", (bounds, longest)), (f", room for {ROOM}", (roomy, layer.tokens))):
+        for room, arguments in (("", (bounds, length)), (f", room for {ROOM}", (roomy, count * length))):
             off = (run(*arguments).float() - reference).abs().max() / reference.abs().max()
             assert off < 0.02, f"{name}{room} differs by {off}"
             forward, backward = times_once(partial(run, *arguments), parts, repeats)
             yield {
-                "layer of": f"images, {layer.what}",
+                "layer of": f"{what}, {layer.what}",
                 "kernels": name + room,
                 "forward ms": round(forward, 4),
                 "backward ms": round(backward, 4),
@@ -209,9 +220,14 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no GPU was found")
-    rows = [row for layer in LAYERS for row in rotary(layer, args.repeats)]
-    rows += windows(LAYERS[-1], args.repeats)
-    rows += [row for tower in TOWERS for row in images(tower, args.repeats)]
+    rows = [row for layer in (*LAYERS, TOWERS[-1]) for row in rotary(layer, args.repeats)]
+    rows += windows(TOWERS[-1], args.repeats)
+    rows += [
+        row
+        for tower in TOWERS
+        for row in attention("images", tower, tower.tokens // IMAGES, args.repeats, causal=False)
+    ]
+    rows += [row for layer in LAYERS for row in attention("samples", layer, SAMPLE, args.repeats, causal=True)]
     show(rows)
     if args.json is not None:
         write_record(args.json, rows, gpus=1)

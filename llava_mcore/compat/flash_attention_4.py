@@ -58,14 +58,24 @@ def padded_head(size: int) -> int:
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, *, scale: float, deterministic: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    causal: bool,
+    deterministic: bool,
 ) -> Tensor:
-    """Return full attention [t, n, d] within packed sequences, for [t, n, d] in half precision.
+    """Return attention [t, n, d] within packed sequences, for queries [t, n, d] and keys, values [t, g, d] in half
+    precision.
 
     Args:
         bounds: int32 [sequences + 1], where sequences begin, and the end of the last.
         longest: no sequence is longer.
         scale: of products of queries and keys.
+        causal: tokens see those before them and themselves, else all of their sequence.
         deterministic: gradients have the same bits in every run, which takes longer.
     """
     from flash_attn.cute import flash_attn_varlen_func
@@ -77,6 +87,7 @@ def attend_packed(
         max_seqlen_q=longest,
         max_seqlen_k=longest,
         softmax_scale=scale,
+        causal=causal,
         deterministic=deterministic,
     )
     return _output(result, query)

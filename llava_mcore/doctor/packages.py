@@ -28,7 +28,7 @@ MODULES = {
 PURPOSES = {
     "gpu": "Transformer Engine: training on GPUs, FP8",
     "delta": "flash-linear-attention: Qwen3.5 on GPUs",
-    "flash": "FlashAttention 4: towers of Qwen-VL on Hopper",
+    "flash": "FlashAttention 4: faster attention on Hopper",
     "muon": "optimizer.name muon",
     "video": "video files in prepare, generate and chat",
     "audio": "audio clips in prepare, generate, chat and training",

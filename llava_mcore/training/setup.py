@@ -27,10 +27,10 @@ from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
 from llava_mcore.models.connectors.perceiver_resampler import PerceiverLayer
+from llava_mcore.models.flash_attention import log_text
 from llava_mcore.models.language.router import ExpertLoads, Router, RouterLosses
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
-from llava_mcore.models.vision.attention import kernels_of
 from llava_mcore.models.vision.replicated import copy_from_first_rank
 from llava_mcore.parallel.context import across_nodes
 from llava_mcore.parallel.groups import Groups, initialize, set_virtual_stages, sum_over_ranks
@@ -280,17 +280,17 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     lines = [f"{part:<18} {total:>16,} {trained:>16,} {100 * trained / total:>6.1f} %" for part, total, trained in rows]
     logger.info("%s", "\n".join([f"{'part':<18} {'parameters':>16} {'trained':>16}", *lines]))
     config = models[0].config
-    tower = models[0].vision_model.config.fp8 if models[0].pre_process else None
+    tower = models[0].vision_model if models[0].pre_process else None
     scales = ", experts with a scale for each token and each row of a matrix" if config.num_moe_experts else ""
-    fp8 = ", FP8" + (", also of the tower" if tower else "") + scales if config.fp8 else ""
-    logger.info("layers: %s%s%s", config.transformer_impl, kernels_of(models[0]), fp8)
+    fp8 = ", FP8" + (", also of the tower" if tower and tower.config.fp8 else "") + scales if config.fp8 else ""
+    by_flash = log_text({"decoder": models[0].language_model, "tower": tower})
+    logger.info("layers: %s%s%s", config.transformer_impl, by_flash, fp8)
     experts = f", experts: ep {groups.ep_size} x etp {groups.etp_size}" if config.num_moe_experts else ""
     context = f" x cp {groups.cp_size}" if groups.cp_size > 1 else ""
     sizes = f"tp {groups.tp_size}{context} x pp {groups.pp_size} x dp {groups.dp_size}{experts}"
     logger.info("layout: %s on %s", sizes, groups.device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
-    crossing = across_nodes(groups.tp_size, groups.cp_size, groups.world_size, per_node)
-    if crossing is not None:
+    if (crossing := across_nodes(groups.tp_size, groups.cp_size, groups.world_size, per_node)) is not None:
         logger.warning("%s", crossing)
     if groups.cp_size > 1 and models[0].pre_process and not models[0].divides_media:
         logger.warning(

@@ -33,9 +33,10 @@ from llava_mcore.media.batch_fields import (
     WINDOW_ORDER,
     WINDOW_SEQLENS,
 )
+from llava_mcore.models.flash_attention import FlashAttention
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
-from llava_mcore.models.vision.attention import FlashAttention, tower_attention, uses_flash_attention
+from llava_mcore.models.vision.attention import tower_attention, uses_flash_attention
 from llava_mcore.models.vision.encoder_layers import clear_padding, encoder_layer_spec, use_fewer_kernels
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.models.vision.replicated import process_groups

@@ -1,4 +1,4 @@
-"""Which towers FlashAttention 4 computes, and what it is given: a module in its place computes by torch."""
+"""Which attention FlashAttention 4 computes, and what it is given: a module in its place computes by torch."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from llava_mcore.compat import flash_attention_4
+from llava_mcore.models.flash_attention import FlashAttention, computes_decoder, log_text
+from llava_mcore.models.language import block
+from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.vision import encoder_layers
-from llava_mcore.models.vision.attention import FlashAttention, ManyShortAttention, tower_attention
+from llava_mcore.models.vision.attention import ManyShortAttention, tower_attention
 from llava_mcore.models.vision.patches import PatchShape, layer_spec
 from llava_mcore.weights.names import LayerNames
 
 HEADS, SIZE, PADDED = 2, 72, 96
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Return attention [s, n, d]."""
+def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
+    """Return attention [s, n, d] to keys and values [s, g, d]."""
     parts = (x.transpose(0, 1) for x in (query, key, value))
-    return F.scaled_dot_product_attention(*parts, scale=scale).transpose(0, 1)
+    return F.scaled_dot_product_attention(*parts, is_causal=causal, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
 @pytest.fixture
@@ -42,11 +46,8 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def packed(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens_q: Tensor, **options: Any) -> Any:
         sizes.append(query.shape[-1])
         limits = [(a, b) for a, b in pairwise(cu_seqlens_q.tolist()) if a < b]
-        parts = [
-            attention(*(x[a:b] for x in (query, key, value)), scale=options["softmax_scale"])
-            for a, b in limits
-            if a < b
-        ]
+        given = {"scale": options["softmax_scale"], "causal": options["causal"]}
+        parts = [attention(*(x[a:b] for x in (query, key, value)), **given) for a, b in limits]
         return torch.cat(parts), None
 
     module = ModuleType("flash_attn.cute")
@@ -109,9 +110,62 @@ def test_which_layers(
         assert (None if found is None else type(found)) == expected
 
 
+def test_causal_heads(flash: list[int]) -> None:
+    """Packed as in a decoder, and without packing, where a sample is a sequence."""
+    config = tower_config(32, num_query_groups=1)
+    layer = FlashAttention(config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+    query, key, value = torch.randn(3, 4, HEADS, 32), *(torch.randn(3, 4, 1, 32) for _ in range(2))
+    each = [attention(*(x[:, i] for x in (query, key, value)), causal=True).flatten(1) for i in range(4)]
+    torch.testing.assert_close(layer(query, key, value, None), torch.stack(each, dim=1))
+    packed = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+    bounds = torch.arange(0, 13, 3, dtype=torch.int32)
+    params = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=3, max_seqlen_kv=3)
+    torch.testing.assert_close(layer(*packed, None, packed_seq_params=params), torch.cat(each))
+    assert flash == [32] * 2
+    with pytest.raises(ValueError, match="no explicit mask"):
+        layer(query, key, value, torch.ones(4, 1, 3, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"size": 64}, True),
+        ({"attention_backend": AttnBackend.flash}, True),
+        ({"attention_backend": AttnBackend.fused}, False),
+        ({"size": 80}, False),
+        ({"size": 160}, False),
+        ({"window_size": (128, 0)}, False),
+        ({"context_parallel_size": 2}, False),
+        ({"attention_dropout": 0.1}, False),
+        ({"params_dtype": torch.float32, "bf16": False}, False),
+    ],
+)
+def test_which_decoders(options: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have Transformer Engine's attention."""
+    monkeypatch.setattr(flash_attention_4, "supports", lambda size: size <= flash_attention_4.LARGEST_HEAD)
+    monkeypatch.setattr(block, "get_gpt_layer_with_transformer_engine_spec", lambda **_: get_gpt_layer_local_spec())
+    monkeypatch.setattr(block, "_block", lambda spec, *_, **__: spec)
+    config = tower_config(**{"size": 128} | options)
+    assert computes_decoder(config) == expected
+    shape = DecoderShape(Rope(torch.ones(1), 1.0))
+    found: Any = block.block_spec(config, shape, None)
+    assert (found.submodules.self_attention.submodules.core_attention is FlashAttention) == expected
+
+
+def test_what_the_log_says() -> None:
+    """Nothing without the package."""
+    flash = FlashAttention(tower_config())
+    assert log_text({"decoder": torch.nn.Linear(1, 1), "tower": None}) == ""
+    assert log_text({"decoder": flash, "tower": None}) == ", attention of the decoder by FlashAttention 4"
+    both = log_text({"decoder": torch.nn.Sequential(flash), "tower": flash})
+    assert both == ", attention of the decoder and the tower by FlashAttention 4"
+
+
 def test_not_without_the_package_and_a_gpu() -> None:
     """Here there is neither."""
     assert tower_attention(tower_config(), sees_windows=False) is None
+    assert not computes_decoder(tower_config(128))
 
 
 def test_a_broken_package_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,11 +126,12 @@ class Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        A = ctx.saved_tensors[: len(ctx.needs_input_grad) - 2]
+        saved = ctx.saved_tensors  # once: torch's checkpoint lets tensors be read no more often
+        A = saved[: len(ctx.needs_input_grad) - 2]
         of_x = gradient @ _below_each_other(A) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return of_x, None, *(None for _ in A)
-        x = ctx.saved_tensors[-1] if ctx.remake is None else ctx.remake()
+        x = saved[-1] if ctx.remake is None else ctx.remake()
         ctx.remake = None  # with what it holds
         of_A = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
         return of_x, None, *of_A.split([len(one) for one in A])

@@ -21,7 +21,7 @@ from llava_mcore.training.saving.state import TrainingProgress, resume
 from llava_mcore.training.setup import Trainer
 from llava_mcore.training.step import train_step
 from tests.gpu.te_checks import BF16, FP8, RECIPES, TE
-from tests.helpers.batches import LENGTH, FullPackLoader
+from tests.helpers.batches import LENGTH, FakeBatch, FullPackLoader
 from tests.helpers.class_checks import batch_of
 from tests.helpers.emulated_graphs import small_buckets
 from tests.parallel.checks import join
@@ -63,11 +63,21 @@ Curve = list[tuple[float, float]]
 
 
 def curves(
-    tp: int, kind: str, checkpoint: str, save_dir: str, cp: int = 1, comm_type: str | None = None
+    tp: int,
+    kind: str,
+    checkpoint: str,
+    save_dir: str,
+    cp: int = 1,
+    comm_type: str | None = None,
+    *,
+    has_late_shape: bool = False,
 ) -> dict[str, Curve]:
     """Train without and with graphs, while another thread pins memory as the one that loads data does.
 
     Of several data-parallel ranks, one has shapes of packs first, and gradients are reduced matrix by matrix.
+
+    Args:
+        has_late_shape: on one rank, a shape of packs comes when there are graphs of another.
     """
     groups = join(tp, 1, cp=cp)
     model_graphs.LAYERS_PER_GRAPH = 2  # more than one graph in a model of four layers
@@ -79,9 +89,22 @@ def curves(
         flags = given | {"model.cuda_graphs": on}
         with small_buckets() if groups.dp_size > 1 else contextlib.nullcontext():
             trainer = make_trainer(groups, run_config(tp, 1, checkpoint, save_dir, **flags))
+        size = trainer.run.training.micro_batch_size
+        late = LateLoader(trainer.hf, micro_batch_size=size, dp_rank=0, dp_size=1, text_only=MIXED)
         with pinning(groups.device):
-            found[name] = train(groups, trainer, loader_of(groups, trainer), STEPS)
+            found[name] = train(groups, trainer, late if has_late_shape else loader_of(groups, trainer), STEPS)
     return found
+
+
+class LateLoader(FullPackLoader):
+    """Packs that have a sample more only after two steps."""
+
+    def __next__(self) -> FakeBatch:
+        batch = super().__next__()
+        size = len(batch.cu_seqlens) - 1
+        if self.count <= 2 * GLOBAL_BATCH // self.size and size > self.size:
+            batch.cu_seqlens = batch.cu_seqlens[[*range(size - 1), size]]
+        return batch
 
 
 @contextlib.contextmanager

@@ -43,6 +43,13 @@ def test_graphs_change_no_number(checkpoint: Path, tmp_path: Path, tp: int, dp: 
     assert_same(run_world(tp * dp, graph_checks.curves, **arguments)[0])
 
 
+@pytest.mark.parametrize("kind", ["all trained", "lora", "delayed", "tensorwise"])
+def test_a_late_shape_changes_no_number(checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    """Its first pass has no graph, and computes activations again beside the memory of the others."""
+    arguments = {"tp": 1, "kind": kind, "checkpoint": str(checkpoint), "save_dir": str(tmp_path)}
+    assert_same(run_world(1, graph_checks.curves, has_late_shape=True, **arguments)[0])
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a", "all_gather"])
 @pytest.mark.parametrize("kind", ["all trained", "distributed", "lora"])

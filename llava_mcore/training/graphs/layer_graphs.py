@@ -1,7 +1,7 @@
 """CUDA graphs of layers in packed training: the host starts one graph instead of hundreds of kernels.
 
-A graph has fixed shapes (`packs.py`). A shape without a graph runs without one, and is captured before
-the next step.
+A graph has fixed shapes (`packs.py`). A shape without a graph runs without one, and is captured before the next step.
+Nothing else can use the memory of graphs, so such a pass computes its activations again.
 
 t: tokens or patches, h: hidden size.
 """
@@ -21,8 +21,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from llava_mcore.compat.megatron.graphs import destroy_graphs, make_graphs, new_pool, parameter_gathering
+from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.training.graphs.packs import Packs, Sample
 from llava_mcore.training.graphs.segments import LayerSegment, Outputs, segment_of
 
@@ -133,17 +135,31 @@ class LayerGraphs:
         # Later layers of the segment were computed by its graph.
         if segment.is_done:
             return hidden_states, context
-        # No graph: run the layer itself.
-        class_forward = type(layer).forward
-        result: tuple[Tensor, Tensor | None] = class_forward(
+        # No graph: run the layer itself. Beside the memory of graphs there may be no room for its activations, so they
+        # are computed again. Experts would count their tokens twice.
+        run = partial(
+            type(layer).forward,
             layer,
-            hidden_states,
             packed_seq_params=packed_seq_params,
             rotary_pos_emb=rotary_pos_emb,
             context=context,
             **more,
         )
+        is_short_of_memory = self._graphs and layer.training and torch.is_grad_enabled()
+        result: tuple[Tensor, Tensor | None]
+        if is_short_of_memory and not isinstance(layer.mlp, ExpertLayer):
+            result = self._recomputed(run, hidden_states)
+        else:
+            result = run(hidden_states)
         return result
+
+    def _recomputed(self, run: Callable[[Tensor], Any], hidden_states: Tensor) -> Any:
+        """Return what a layer computes, of which the backward pass gets the input alone."""
+        if self._config.fp8:
+            from transformer_engine.pytorch import checkpoint as keep_fp8_state
+
+            return keep_fp8_state(run, hidden_states, use_reentrant=False)
+        return checkpoint(run, hidden_states, use_reentrant=False, preserve_rng_state=False)
 
     def _tensors(self, hidden_states: Tensor, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:
         """As `Packs.tensors`, once for all segments of a pass."""

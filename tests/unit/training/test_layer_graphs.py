@@ -23,7 +23,7 @@ from llava_mcore.errors import ConfigError
 from llava_mcore.models.language.experts import ExpertLayer
 from llava_mcore.parallel.groups import join_alone
 from llava_mcore.training.fetch import SkipBudget, fetch_step
-from llava_mcore.training.graphs import layer_graphs, model_graphs
+from llava_mcore.training.graphs import layer_graphs, model_graphs, packs
 from llava_mcore.training.graphs.layer_graphs import LayerGraphs
 from llava_mcore.training.graphs.packs import TokenPacks, padded_bounds
 from llava_mcore.training.optimization.data_parallel import overlaps_param_gather
@@ -191,6 +191,10 @@ class PictureRun:
         self.run = run_config(1, 1, str(folder / "megatron"), str(folder), **lengths)
         self._batches = [batch_of(load_assets(hf), pack, packed=True) for pack in self.packs] * 3
 
+    def packs_of_first_step(self, *indices: int) -> None:
+        """Let the first step have these packs; all steps have three."""
+        self._batches[:3] = [self._batches[i] for i in indices]
+
     def trainer(self) -> Trainer:
         return make_trainer(join_alone(), self.run)
 
@@ -235,6 +239,39 @@ def test_a_tower_with_graphs_computes_the_same(
     ]
     assert calls.calls == 2 * len(case.packs) * len(segments)
     assert [tower._filled_up(number) for number in (1, 304, 305, 1200, 1201)] == [304, 304, 600, 1200, 1280]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_late_shape_keeps_no_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, name: str
+) -> None:
+    """The first step has few images and samples: the second computes what has no graph, in tower and decoder, twice.
+    Gradients are the same, also those of features that Qwen3-VL adds in the decoder."""
+    case = PictureRun(tmp_path, name)
+    case.packs_of_first_step(2, 2, 1)
+    expected = case.train(case.trainer())
+    monkeypatch.setattr(packs, "IMAGE_COUNTS", (4, 32))
+    again: list[int] = []
+    recompute = LayerGraphs._recomputed
+
+    def counted(graphs: LayerGraphs, run: Callable[[Tensor], Any], hidden_states: Tensor) -> Any:
+        def counted_run(x: Tensor) -> Any:
+            again.append(len(x))
+            return run(x)
+
+        return recompute(graphs, counted_run, hidden_states)
+
+    monkeypatch.setattr(LayerGraphs, "_recomputed", counted)
+    trainer = case.trainer()
+    model = trainer.models[0]
+    segments = model_graphs.decoder_segments(model.language_model, model.num_deepstack)
+    decoder = LayerGraphs(segments, model.config, trainer.chunks[0], TokenPacks(case.run.data.seq_length))
+    tower = model_graphs.tower_graphs(model.vision_model, trainer.chunks[0], case.run)
+    object.__setattr__(trainer, "graphs", [tower, decoder])
+    for found, wanted in zip(case.train(trainer), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+    layers = len(model.vision_model.decoder.layers), len(model.language_model.decoder.layers)
+    assert len(again) == 2 * sum(layers), "one pack of the second step has more images and more samples"
 
 
 def test_features_are_added_between_graphs(tmp_path: Path, calls: Calls) -> None:

@@ -32,8 +32,8 @@ from benchmarks.shapes import AUDIO_SECONDS, SHAPES, make_hf_folder
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS
 from llava_mcore.media.clip_plan import ROWS_BEFORE, ClipLengths
 from llava_mcore.models.configs import ModelOptions, part_configs
+from llava_mcore.models.vision.families.registry import vision_family
 from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.parallel.groups import initialize
 from llava_mcore.parallel.random import seed_everything
 from llava_mcore.weights.names import FUSED_NORMS

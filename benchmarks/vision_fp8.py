@@ -29,8 +29,8 @@ from benchmarks.record import show, write_record
 from benchmarks.runs import RECIPES
 from benchmarks.shapes import SHAPES, make_hf_folder
 from llava_mcore.models.configs import Fp8Options, ModelOptions, part_configs
+from llava_mcore.models.vision.families.registry import vision_family
 from llava_mcore.models.vision.features import feature_choice
-from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.models.vision.transformer import VisionTransformer
 from llava_mcore.parallel.groups import initialize
 from llava_mcore.parallel.random import seed_everything

@@ -14,8 +14,8 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoImageProcessor, PreTrain
 from llava_mcore.build.options import BuildOptions
 from llava_mcore.build.sources import ModelSource, check_loaded, reading, require_clear_weights
 from llava_mcore.errors import ConfigError, ConversionError
+from llava_mcore.models.vision.families.registry import VISION_FAMILIES, tile_tower, towers_of_any_class
 from llava_mcore.models.vision.features import image_side, num_patches, patch_side
-from llava_mcore.models.vision.registry import VISION_FAMILIES, tile_tower, towers_of_any_class
 
 PAIRS = tuple(family.pair for family in dict.fromkeys(VISION_FAMILIES.values()) if family.pair is not None)
 """Models with a text encoder, of which only the tower is used."""

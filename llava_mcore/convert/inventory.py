@@ -25,7 +25,7 @@ from llava_mcore.models.architectures.registry import architecture_of, ties_embe
 from llava_mcore.models.language.families.registry import embedding_rows, language_family
 from llava_mcore.models.model_table import detect_names, mapping_table
 from llava_mcore.models.tied_weights import settle_ties
-from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.families.registry import vision_family
 from llava_mcore.weights.names import HfNames
 from llava_mcore.weights.table import MappingTable
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.language.families.registry import language_family
-from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.families.registry import vision_family
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.architectures.registry import architecture_of, tower_config
 from llava_mcore.models.language.families.registry import language_family
-from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.families.registry import vision_family
 
 _TERA = 1e12
 

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from llava_mcore.models.architectures.registry import architecture_of, ties_embeddings, tower_config
 from llava_mcore.models.language.families.dense import end_entries
 from llava_mcore.models.language.families.registry import embedding_rows, language_family
-from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.families.registry import vision_family
 from llava_mcore.weights.names import HasShape, HfNames, TextNames
 from llava_mcore.weights.table import REPLICATED, Entry, MappingTable
 

@@ -48,7 +48,7 @@ from llava_mcore.models.language.decoder import (
 )
 from llava_mcore.models.language.families.registry import embedding_rows, language_family, limiting_window
 from llava_mcore.models.language.router import token_weights
-from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.families.registry import vision_family
 from llava_mcore.models.vision.replicated import as_replicas, mark_replicated, run_divided
 from llava_mcore.parallel.items import MediaLengths
 

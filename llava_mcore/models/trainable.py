@@ -17,7 +17,7 @@ from llava_mcore.models.architectures.registry import architecture_of, tower_con
 from llava_mcore.models.language.families.registry import embedding_rows
 from llava_mcore.models.model_table import mapping_table, usual_names
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.models.vision.registry import vision_family
+from llava_mcore.models.vision.families.registry import vision_family
 from llava_mcore.weights.names import FUSED_DELTA_NORM, FUSED_NORMS
 
 PARTS = ("vision_model", "vision_projection", "language_model")

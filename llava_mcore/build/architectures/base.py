@@ -20,8 +20,8 @@ from llava_mcore.build.vision import FeatureShape
 from llava_mcore.compat.transformers import tower_tensors_in_files
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.registry import ARCHITECTURES, ties_embeddings, tile_architecture, tower_config
+from llava_mcore.models.vision.families.registry import towers_of_any_class, vision_family
 from llava_mcore.models.vision.features import image_side
-from llava_mcore.models.vision.registry import towers_of_any_class, vision_family
 
 
 def tensors_to_write(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -27,8 +27,8 @@ from llava_mcore.build.language import IMAGE_TOKEN
 from llava_mcore.build.vision import FeatureShape
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.architectures.registry import features_per_tile
+from llava_mcore.models.vision.families.registry import tile_tower
 from llava_mcore.models.vision.features import image_side
-from llava_mcore.models.vision.registry import tile_tower
 
 _TILES = 4
 """Tiles along the longest edge of an image, as in the processors of the published models."""

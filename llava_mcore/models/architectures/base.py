@@ -14,8 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from llava_mcore.media.batch_fields import IMAGE_FIELDS, Fields, MediaWork
 from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.connectors.connector import Connector
+from llava_mcore.models.vision.families.registry import tile_tower
 from llava_mcore.models.vision.features import FeatureChoice, image_side
-from llava_mcore.models.vision.registry import tile_tower
 from llava_mcore.weights.names import KnownNames
 
 

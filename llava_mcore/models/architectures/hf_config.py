@@ -16,9 +16,9 @@ from llava_mcore.files.hf_files import read_config
 from llava_mcore.models.architectures.registry import ARCHITECTURES, architecture_of, tower_config
 from llava_mcore.models.language.families.registry import REASONS as LANGUAGE_REASONS
 from llava_mcore.models.language.families.registry import language_family, limiting_window, texts_of_any_class
-from llava_mcore.models.vision.family import PatchTower, TileTower
-from llava_mcore.models.vision.registry import REASONS as VISION_REASONS
-from llava_mcore.models.vision.registry import towers_of_any_class, vision_family
+from llava_mcore.models.vision.families.base import PatchTower, TileTower
+from llava_mcore.models.vision.families.registry import REASONS as VISION_REASONS
+from llava_mcore.models.vision.families.registry import towers_of_any_class, vision_family
 
 _LARGEST = {
     "num_hidden_layers": 2_000,

@@ -25,9 +25,9 @@ from llava_mcore.media.batch_fields import FEATURE_POSITIONS, MEDIA_SEQLENS, POS
 from llava_mcore.media.media import AroundMedia, MediaBudget, MediaPlan, MediaTokens, Picture, Processing, Size
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.connectors.perceiver import Perceiver
+from llava_mcore.models.vision.families.idefics import Idefics2Siglip, position_rows
+from llava_mcore.models.vision.families.registry import vision_family
 from llava_mcore.models.vision.features import FeatureChoice, patch_side
-from llava_mcore.models.vision.idefics import Idefics2Siglip, position_rows
-from llava_mcore.models.vision.registry import vision_family
 from llava_mcore.weights.names import HfNames, KnownNames
 
 _STYLE = HfNames("model.vision_model.", "model.connector.", "model.text_model.", "lm_head.weight")

@@ -35,9 +35,7 @@ from llava_mcore.media.media import MediaPlan, Processing
 from llava_mcore.models.architectures.base import Architecture
 from llava_mcore.models.connectors.connector import Connector
 from llava_mcore.models.connectors.patch_merger import MergerNames, PatchMerger
-from llava_mcore.models.vision.features import FeatureChoice
-from llava_mcore.models.vision.patch_plan import PatchPlan, TimedPlan, TimestampPlan
-from llava_mcore.models.vision.qwen import (
+from llava_mcore.models.vision.families.qwen import (
     Qwen2VlTower,
     Qwen3VlMoeTower,
     Qwen3VlTower,
@@ -45,7 +43,9 @@ from llava_mcore.models.vision.qwen import (
     Qwen35MoeTower,
     Qwen35Tower,
 )
-from llava_mcore.models.vision.registry import qwen_tower
+from llava_mcore.models.vision.families.registry import qwen_tower
+from llava_mcore.models.vision.features import FeatureChoice
+from llava_mcore.models.vision.patch_plan import PatchPlan, TimedPlan, TimestampPlan
 from llava_mcore.weights.names import HfNames, KnownNames
 
 _OLD = HfNames("visual.", "visual.", "model.", "lm_head.weight")

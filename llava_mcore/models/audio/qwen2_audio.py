@@ -11,7 +11,7 @@ from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.activations import activation
 from llava_mcore.models.audio.encoder import AudioShape, AudioTransformer
 from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS, layer_entries, require
-from llava_mcore.models.vision.family import TowerWork, VisionFamily
+from llava_mcore.models.vision.families.base import TowerWork, VisionFamily
 from llava_mcore.models.vision.features import FeatureChoice
 from llava_mcore.weights.layouts import FuseQKV, FuseQV
 from llava_mcore.weights.names import LayerNames

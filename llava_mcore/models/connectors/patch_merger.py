@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.connectors.connector import Connector, Output
 from llava_mcore.models.norms import TorchNorm
-from llava_mcore.models.vision.registry import qwen_tower
+from llava_mcore.models.vision.families.registry import qwen_tower
 from llava_mcore.weights.table import COLUMN, REPLICATED, ROW, Entry
 
 _WEIGHT_BIAS = ("weight", "bias")

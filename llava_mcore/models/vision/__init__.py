@@ -1,1 +1,1 @@
-"""Vision towers: one file per family, based on a common transformer."""
+"""Vision towers: transformers for tiles and for packed patches, and in `families` what is special about each tower."""

@@ -29,8 +29,8 @@ from transformers.video_utils import VideoMetadata
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.media.batch_fields import FEATURE_POSITIONS, WINDOW_ORDER
 from llava_mcore.media.media import DEFAULT_FPS, MediaPlan, MediaTokens, Processing, Size, VideoShape
+from llava_mcore.models.vision.families.qwen import Grid, QwenTower
 from llava_mcore.models.vision.features import patch_side
-from llava_mcore.models.vision.qwen import Grid, QwenTower
 
 IMAGE, VIDEO = 1, 2
 """Values of transformers' mm_token_type_ids, in which text is 0."""

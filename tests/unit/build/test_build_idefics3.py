@@ -27,7 +27,7 @@ from llava_mcore.cli.build import main
 from llava_mcore.data.encode.assets import load_assets
 from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConfigError
-from llava_mcore.models.vision.idefics import is_plain_grid
+from llava_mcore.models.vision.families.idefics import is_plain_grid
 from tests.helpers.build_checks import assert_goes_back
 from tests.helpers.build_parts import VOCAB, load, tensors_of
 from tests.helpers.class_checks import assert_logits_and_gradients

@@ -24,7 +24,7 @@ from llava_mcore.convert.logits_worker import LogitsLayout
 from llava_mcore.errors import ConfigError, ConversionError
 from llava_mcore.models.architectures.hf_config import load_hf_config, model_dims
 from llava_mcore.models.language.families.registry import texts_of_any_class
-from llava_mcore.models.vision.registry import VISION_FAMILIES, towers_of_any_class
+from llava_mcore.models.vision.families.registry import VISION_FAMILIES, towers_of_any_class
 from llava_mcore.training import model_options
 from llava_mcore.training.model_options import transformer_impl
 from llava_mcore.weights.layouts import Copy

@@ -28,7 +28,7 @@ from llava_mcore.media.media import Processing
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.idefics3 import Idefics3
 from llava_mcore.models.architectures.registry import architecture_of, features_per_tile
-from llava_mcore.models.vision.idefics import is_plain_grid
+from llava_mcore.models.vision.families.idefics import is_plain_grid
 from tests.helpers.cases import PICTURE_SIZES, hf_pixels
 from tests.helpers.class_checks import assert_torch_counts_the_same, edited
 from tests.helpers.class_tokens import assert_same_ids, assert_same_tiles, random_sizes

@@ -14,8 +14,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.architectures.registry import features_per_tile
 from llava_mcore.models.flops import Flops, TrainedParts, Workload, mfu, model_flops, peak_flops
+from llava_mcore.models.vision.families.registry import vision_family
 from llava_mcore.models.vision.features import feature_choice
-from llava_mcore.models.vision.registry import vision_family
 from tests.helpers.tiny_hf import text_config, vision_config
 
 DOCS = Path(__file__).parents[3] / "benchmarks" / "formulas.md"

@@ -26,7 +26,7 @@ from llava_mcore.data.samples import Conversation, Turn
 from llava_mcore.errors import ConversionError, DataError
 from llava_mcore.media.batch_fields import PIXEL_SCALE, PIXEL_VALUES, media_work, normalize
 from llava_mcore.media.media import AroundMedia, Size
-from llava_mcore.models.vision.idefics import position_rows
+from llava_mcore.models.vision.families.idefics import position_rows
 from llava_mcore.parallel.groups import single_process
 from tests.helpers.class_checks import assert_logits_and_gradients, assert_torch_counts_the_same, batch_of, edited
 from tests.helpers.photos import CHINA

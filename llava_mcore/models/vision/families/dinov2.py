@@ -21,7 +21,7 @@ from llava_mcore.models.vision.encoder_layers import (
     unused_layers,
     unused_norm,
 )
-from llava_mcore.models.vision.family import TileTower
+from llava_mcore.models.vision.families.base import TileTower
 from llava_mcore.models.vision.features import image_side, patch_side
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.names import LayerNames

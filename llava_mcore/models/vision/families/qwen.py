@@ -39,7 +39,7 @@ from llava_mcore.media.batch_fields import (
 )
 from llava_mcore.models.activations import activation
 from llava_mcore.models.vision.encoder_layers import layer_entries, padded_width
-from llava_mcore.models.vision.family import PatchTower, TowerWork
+from llava_mcore.models.vision.families.base import PatchTower, TowerWork
 from llava_mcore.models.vision.features import patch_side
 from llava_mcore.models.vision.patches import PatchShape
 from llava_mcore.weights.layouts import Reshape

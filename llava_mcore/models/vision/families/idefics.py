@@ -18,10 +18,10 @@ from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddi
 from llava_mcore.errors import ConversionError
 from llava_mcore.media.batch_fields import TABLE_PATCH_FIELDS, Fields
 from llava_mcore.models.vision.encoder_layers import USUAL_NAMES, WEIGHT_BIAS, layer_entries, transformer_fields
-from llava_mcore.models.vision.family import PatchTower
+from llava_mcore.models.vision.families.base import PatchTower
+from llava_mcore.models.vision.families.siglip import Siglip
 from llava_mcore.models.vision.features import image_side, num_patches, patch_side
 from llava_mcore.models.vision.patches import PatchShape
-from llava_mcore.models.vision.siglip import Siglip
 from llava_mcore.models.vision.transformer import VisionShape
 from llava_mcore.weights.layouts import Reshape
 from llava_mcore.weights.table import REPLICATED, Entry

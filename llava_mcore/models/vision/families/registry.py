@@ -5,13 +5,13 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from llava_mcore.models.audio.qwen2_audio import Qwen2AudioTower
-from llava_mcore.models.vision.clip import Clip
-from llava_mcore.models.vision.dinov2 import Dinov2
-from llava_mcore.models.vision.family import TileTower, VisionFamily
-from llava_mcore.models.vision.idefics import Idefics2Siglip, IdeficsSiglip
-from llava_mcore.models.vision.internvit import InternVit
-from llava_mcore.models.vision.mllama import MllamaTower
-from llava_mcore.models.vision.qwen import (
+from llava_mcore.models.vision.families.base import TileTower, VisionFamily
+from llava_mcore.models.vision.families.clip import Clip
+from llava_mcore.models.vision.families.dinov2 import Dinov2
+from llava_mcore.models.vision.families.idefics import Idefics2Siglip, IdeficsSiglip
+from llava_mcore.models.vision.families.internvit import InternVit
+from llava_mcore.models.vision.families.mllama import MllamaTower
+from llava_mcore.models.vision.families.qwen import (
     Qwen2VlTower,
     Qwen3VlMoeTower,
     Qwen3VlTower,
@@ -20,7 +20,7 @@ from llava_mcore.models.vision.qwen import (
     Qwen35Tower,
     QwenTower,
 )
-from llava_mcore.models.vision.siglip import Siglip
+from llava_mcore.models.vision.families.siglip import Siglip
 
 _FAMILIES: tuple[VisionFamily, ...] = (
     *(Clip(), Dinov2(), IdeficsSiglip(), InternVit(), Siglip()),

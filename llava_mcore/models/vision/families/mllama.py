@@ -11,7 +11,7 @@ from llava_mcore.errors import ConversionError
 from llava_mcore.media.batch_fields import MediaWork
 from llava_mcore.models.activations import activation
 from llava_mcore.models.vision.encoder_layers import WEIGHT_BIAS, layer_entries
-from llava_mcore.models.vision.family import TowerWork, VisionFamily
+from llava_mcore.models.vision.families.base import TowerWork, VisionFamily
 from llava_mcore.models.vision.features import FeatureChoice, image_side, patch_side
 from llava_mcore.models.vision.tiled import TiledShape, TiledTransformer
 from llava_mcore.weights.names import LayerNames

@@ -196,28 +196,42 @@ def measure(args: argparse.Namespace, hf: PretrainedConfig, settings: Settings) 
     plain = args.num_new / (time.perf_counter() - start)
     lines = [f"{args.device}, {dtype}, tp {groups.tp_size}, prompts of {prompts[0].length} tokens, "]
     lines[0] += f"answers of {args.num_new}\n"
-    lines += ["| | tokens/s | times |", "|---|---|---|", f"| recomputing the prefix | {plain:.1f} | 1 |"]
+    lines += ["| | tokens/s | times | ms per prompt | ms per pass |", "|---|---|---|---|---|"]
+    lines.append(f"| recomputing the prefix | {plain:.1f} | 1 | | |")
 
     # With it, some prompts at a time, and transformers beside it.
-    rates = []
     for num_rows in args.rows:
-        seconds, tokens = timed(model, groups, prompts[:num_rows], settings, num_rows)
-        if args.device == "cpu" and tokens[0] != expected:
-            raise SystemExit("the cache changes the answer")
-        rates.append((f"cache, {prompts_of(num_rows)}", num_rows * args.num_new / seconds))
-        if args.device == "cuda":
-            seconds, _ = timed(model, groups, prompts[:num_rows], settings, num_rows, graphs=True)
-            name = f"cache and CUDA graphs, {prompts_of(num_rows)}"
-            rates.append((name, num_rows * args.num_new / seconds))
+        for graphs in (False, True)[: 1 + (args.device == "cuda")]:
+            run = Timed(model, groups, prompts[:num_rows], settings, graphs=graphs)
+            if args.device == "cpu" and run.tokens[0] != expected:
+                raise SystemExit("the cache changes the answer")
+            name = f"cache{' and CUDA graphs' if graphs else ''}, {prompts_of(num_rows)}"
+            speed, parts = num_rows * args.num_new / run.seconds, f"{run.ms_per_prompt:.1f} | {run.ms_per_pass:.1f}"
+            lines.append(f"| {name} | {speed:.1f} | {speed / plain:.1f} | {parts} |")
     if args.transformers and groups.rank == 0:
         del model
         for num_rows in args.rows:
             seconds = by_transformers(hf, prompts[:num_rows], args.num_new, groups.device, dtype)
-            rates.append((f"transformers, {prompts_of(num_rows)}", num_rows * args.num_new / seconds))
-    lines += [f"| {name} | {speed:.1f} | {speed / plain:.1f} |" for name, speed in rates]
+            speed = num_rows * args.num_new / seconds
+            lines.append(f"| transformers, {prompts_of(num_rows)} | {speed:.1f} | {speed / plain:.1f} | | |")
     if groups.rank == 0:
         print("\n".join(lines))
     shut_down()
+
+
+class Timed:
+    """Answers of all prompts at the same time: `seconds`, `tokens` of each answer, and what reading a prompt and a pass
+    of single tokens take. Answers of one token need no pass; the first pass with graphs and their capture count."""
+
+    def __init__(
+        self, model: VisionLanguageModel, groups: Groups, prompts: list[Prompt], settings: Settings, *, graphs: bool
+    ) -> None:
+        count, num_new = len(prompts), settings.max_new_tokens
+        short = dataclasses.replace(settings, max_new_tokens=1)
+        of_prompts, _ = timed(model, groups, prompts, short, count, graphs=graphs)
+        self.seconds, self.tokens = timed(model, groups, prompts, settings, count, graphs=graphs)
+        self.ms_per_prompt = 1e3 * of_prompts / count
+        self.ms_per_pass = 1e3 * (self.seconds - of_prompts) / max(num_new - 1, 1)
 
 
 def groups_on(device: str) -> Groups:

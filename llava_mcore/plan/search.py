@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llava_mcore.config.rules.all_rules import check_run
+from llava_mcore.config.rules.parallel import OVERLAP
 from llava_mcore.config.schema import RunConfig
 from llava_mcore.plan.balance import balanced_layers, stage_keys
 from llava_mcore.plan.hardware.gpus import Gpu
@@ -29,6 +30,7 @@ LONG = 32768
 """Sequences from which on processes may divide their tokens."""
 TOKENS_PER_RANK = 8192
 """Tokens that each of these processes then has at least."""
+COMM_OVERLAP = "parallel.tp_comm_overlap"
 TOWERS = "parallel.vision_data_parallel"
 CHUNK = "parallel.num_layers_per_virtual_pipeline_stage"
 SIZE = "training.micro_batch_size"
@@ -141,7 +143,14 @@ def choices(searched: Searched) -> Iterator[Changes]:
                 sizes = [1]
             for size, options in itertools.product(sizes, list(_options(searched, tp, cp, pp))):
                 base = {TP: tp, CP: cp, PP: pp, SIZE: size, "parallel.balance": "none", **options}
+                base[COMM_OVERLAP] = tp > 1 and _can_overlap(searched, base)
                 yield from ({**base, **stages} for stages in _stages(searched, base))
+
+
+def _can_overlap(searched: Searched, base: Changes) -> bool:
+    """Return whether the rules allow messages beside products."""
+    problems = searched.problems(changed(searched.run, {**base, COMM_OVERLAP: True}))
+    return not any(problem.startswith(OVERLAP) for problem in problems)
 
 
 def _context_sizes(run: RunConfig) -> list[int]:
@@ -160,9 +169,6 @@ def _options(searched: Searched, tp: int, cp: int, pp: int) -> Iterator[Changes]
     run, vary, decoder = searched.run, searched.vary, searched.model.decoder
     graphs = run.data.packing and pp == cp == 1 and decoder.experts is None
     trains_tower = not run.model.freeze_vision_model and not run.adapter.is_on
-    is_dense = not (decoder.experts is not None or decoder.delta_layers or searched.model.dims().num_cross_layers)
-    overlaps = 1 < tp <= searched.gpu.per_node and cp == 1 and run.data.packing and is_dense
-    overlaps = overlaps and run.training.fp8_recipe != "blockwise"
     axes: list[list[Changes]] = [
         [{"parallel.sequence_parallel": tp > 1, "parallel.use_distributed_optimizer": True}],
         [{"model.recompute": x} for x in ("none", "selective", "full")],
@@ -198,9 +204,7 @@ def _options(searched: Searched, tp: int, cp: int, pp: int) -> Iterator[Changes]
             continue
         if options["model.freeze_vision_model"] and options["model.recompute_vision"] != "none":
             continue
-        is_adapted = options.get("adapter.r", run.adapter.r) is not None
-        can_overlap = overlaps and options.get("parallel.fsdp", "none") == "none" and not is_adapted
-        yield options | {"parallel.tp_comm_overlap": can_overlap}
+        yield options
 
 
 def _expert_sizes(searched: Searched, pp: int) -> list[int]:

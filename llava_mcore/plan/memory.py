@@ -13,7 +13,7 @@ from llava_mcore.plan.experts import captures_experts, expert_gradients, graphed
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.layout import RunLayout
 from llava_mcore.plan.parameters import StageParameters, owned, owned_tables, stage_parameters
-from llava_mcore.plan.sizes.model import Model
+from llava_mcore.plan.sizes.model import Model, Tower
 from llava_mcore.plan.work import PackWork, Work
 
 NF4_BYTES = 4.127 / 8
@@ -192,9 +192,28 @@ def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     per_layer = 8 * t.hidden + (8 * t.hidden + mlp) / tp
     if layout.fp8_vision:
         per_layer -= 2 * t.hidden + (t.padded_ffn - t.hidden) / tp
+    padding = _head_padding(t) / tp
+    full_layers = t.num_layers if t.full_layers is None else t.full_layers
     layers = t.num_layers * (2 * t.hidden if layout.recompute_vision else per_layer)
-    peak = per_layer if layout.recompute_vision else 0
+    layers += 0 if layout.recompute_vision else full_layers * padding
+    peak = per_layer + padding if layout.recompute_vision else 0
     return connector + work.local_positions * (layers + peak)
+
+
+def _head_padding(t: Tower) -> float:
+    """Return what a layer keeps more, in bytes per patch, if FlashAttention 4 computes it (models/vision/attention.py).
+
+    Queries, keys, values and the output have zeros at the end of heads, and the output is kept without them too.
+    """
+    size = t.hidden // t.heads
+    if t.positions or size in _HEAD_SIZES_OF_CUDNN:
+        return 0.0
+    padded = -(-size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+    return (8 * (padded / size - 1) + 2) * t.hidden
+
+
+_HEAD_SIZES_OF_CUDNN, _HEAD_MULTIPLE = (64, 128), 32
+"""Heads of other sizes than these are padded to a multiple of that."""
 
 
 def output_layer(model: Model, layout: RunLayout, work: Work) -> float:

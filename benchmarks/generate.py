@@ -201,8 +201,8 @@ def measure(args: argparse.Namespace, hf: PretrainedConfig, settings: Settings) 
 
     # With it, some prompts at a time, and transformers beside it.
     for num_rows in args.rows:
-        for graphs in (False, True)[: 1 + (args.device == "cuda")]:
-            run = Timed(model, groups, prompts[:num_rows], settings, graphs=graphs)
+        for graphs in (False, True) if args.device == "cuda" else (False,):
+            run = measured(model, groups, prompts[:num_rows], settings, graphs=graphs)
             if args.device == "cpu" and run.tokens[0] != expected:
                 raise SystemExit("the cache changes the answer")
             name = f"cache{' and CUDA graphs' if graphs else ''}, {prompts_of(num_rows)}"
@@ -219,19 +219,28 @@ def measure(args: argparse.Namespace, hf: PretrainedConfig, settings: Settings) 
     shut_down()
 
 
-class Timed:
-    """Answers of all prompts at the same time: `seconds`, `tokens` of each answer, and what reading a prompt and a pass
-    of single tokens take. Answers of one token need no pass; the first pass with graphs and their capture count."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The time of answering all prompts at once, the tokens of each answer, and the time of a prompt and of a pass of
+    single tokens."""
 
-    def __init__(
-        self, model: VisionLanguageModel, groups: Groups, prompts: list[Prompt], settings: Settings, *, graphs: bool
-    ) -> None:
-        count, num_new = len(prompts), settings.max_new_tokens
-        short = dataclasses.replace(settings, max_new_tokens=1)
-        of_prompts, _ = timed(model, groups, prompts, short, count, graphs=graphs)
-        self.seconds, self.tokens = timed(model, groups, prompts, settings, count, graphs=graphs)
-        self.ms_per_prompt = 1e3 * of_prompts / count
-        self.ms_per_pass = 1e3 * (self.seconds - of_prompts) / max(num_new - 1, 1)
+    seconds: float
+    tokens: list[list[int]]
+    ms_per_prompt: float
+    ms_per_pass: float
+
+
+def measured(
+    model: VisionLanguageModel, groups: Groups, prompts: list[Prompt], settings: Settings, *, graphs: bool
+) -> Measured:
+    """Answer all prompts at once. Answers of one token need no pass, so their time is that of the prompts; the first
+    pass with graphs and their capture count as passes."""
+    count, num_new = len(prompts), settings.max_new_tokens
+    short = dataclasses.replace(settings, max_new_tokens=1)
+    of_prompts, _ = timed(model, groups, prompts, short, count, graphs=graphs)
+    seconds, tokens = timed(model, groups, prompts, settings, count, graphs=graphs)
+    of_passes = (seconds - of_prompts) / max(num_new - 1, 1)
+    return Measured(seconds, tokens, 1e3 * of_prompts / count, 1e3 * of_passes)
 
 
 def groups_on(device: str) -> Groups:

@@ -126,7 +126,7 @@ class Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        saved = ctx.saved_tensors  # once: torch's checkpoint lets tensors be read no more often
+        saved = ctx.saved_tensors  # read once: under torch's checkpoint a second read fails
         A = saved[: len(ctx.needs_input_grad) - 2]
         of_x = gradient @ _below_each_other(A) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):

@@ -201,19 +201,20 @@ def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
 
 
 def _head_padding(t: Tower) -> float:
-    """Return what a layer keeps more, in bytes per patch, if FlashAttention 4 computes it (models/vision/attention.py).
+    """Return the additional bytes per patch that a layer keeps if FlashAttention 4 computes its attention
+    (models/vision/attention.py).
 
     Queries, keys, values and the output have zeros at the end of heads, and the output is kept without them too.
     """
     size = t.hidden // t.heads
-    if t.positions or size in _HEAD_SIZES_OF_CUDNN:
+    if t.positions or size in _HEAD_SIZES_OF_CUDNN or size > max(_HEAD_SIZES_OF_CUDNN):
         return 0.0
     padded = -(-size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     return (8 * (padded / size - 1) + 2) * t.hidden
 
 
 _HEAD_SIZES_OF_CUDNN, _HEAD_MULTIPLE = (64, 128), 32
-"""Heads of other sizes than these are padded to a multiple of that."""
+"""Heads of other sizes are padded to the multiple, up to the largest."""
 
 
 def output_layer(model: Model, layout: RunLayout, work: Work) -> float:

@@ -26,8 +26,8 @@ from llava_mcore.config.schema import RunConfig
 from llava_mcore.media.batch_fields import Fields
 from llava_mcore.models.architectures.hf_config import load_hf_config
 from llava_mcore.models.architectures.registry import architecture_of
+from llava_mcore.models.attention.flash import describe_flash_attention
 from llava_mcore.models.connectors.perceiver_resampler import PerceiverLayer
-from llava_mcore.models.flash_attention import log_text
 from llava_mcore.models.language.router import ExpertLoads, Router, RouterLosses
 from llava_mcore.models.multimodal import VisionLanguageModel
 from llava_mcore.models.trainable import PARTS, count_parameters, set_trained, trained_parameters
@@ -283,7 +283,7 @@ def _log_parts(models: Sequence[VisionLanguageModel], groups: Groups) -> None:
     tower = models[0].vision_model if models[0].pre_process else None
     scales = ", experts with a scale for each token and each row of a matrix" if config.num_moe_experts else ""
     fp8 = ", FP8" + (", also of the tower" if tower and tower.config.fp8 else "") + scales if config.fp8 else ""
-    by_flash = log_text({"decoder": models[0].language_model, "tower": tower})
+    by_flash = describe_flash_attention({"decoder": models[0].language_model, "tower": tower})
     logger.info("layers: %s%s%s", config.transformer_impl, by_flash, fp8)
     experts = f", experts: ep {groups.ep_size} x etp {groups.etp_size}" if config.num_moe_experts else ""
     context = f" x cp {groups.cp_size}" if groups.cp_size > 1 else ""

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from llava_mcore.compat import flash_attention_4
-from llava_mcore.models.flash_attention import FlashAttention
+from llava_mcore.models.attention.flash import FlashAttention
 from llava_mcore.models.language.embedding import Lookup
 
 pytestmark = pytest.mark.gpu

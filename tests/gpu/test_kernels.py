@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
 from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
 

@@ -65,8 +65,8 @@ class ModelConfig(Section):
         Flag("--flash-attn", value="flash"),
     ] = None
     """Attention by cuDNN's fused kernels or by the package flash-attn, which must be installed
-    (docs/install.md). Default: FlashAttention 4 where it is installed and faster, else
-    Transformer Engine chooses."""
+    (docs/install.md). Default: FlashAttention 4 where it is installed and supports the
+    heads, else Transformer Engine chooses."""
     make_vocab_size_divisible_by: Size = 128
     """The embedding is padded to a multiple of this times the tensor-parallel size; the padding is never exported."""
 

@@ -24,8 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.compat.delta_rule import torch_step
-from llava_mcore.models.attention import SDPAttention
-from llava_mcore.models.context_attention import attend_gathered, gathered_pairs
+from llava_mcore.models.attention.context import attend_gathered, gathered_pairs
+from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.models.language.cross_attention import CrossAttentionLayer, MaskedAttention
 from llava_mcore.models.language.delta_net import DeltaNet, DeltaRule
 from llava_mcore.models.multimodal import VisionLanguageModel

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.errors import ConversionError
-from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.models.language.layers import column_linear, row_linear
 from llava_mcore.models.norms import TorchNorm
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _VALUES = 8
-"""Of each half that a thread loads at a time: 16 bytes."""
+"""Values of each half that a thread loads at a time, 16 bytes."""
 
 
 class SplitRotated(torch.autograd.Function):

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from llava_mcore.compat import flash_attention_4
-from llava_mcore.models.attention import SDPAttention
-from llava_mcore.models.flash_attention import FlashAttention, computes_decoder
+from llava_mcore.models.attention.flash import FlashAttention, decoder_uses_flash_attention
+from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.models.language.cross_attention import cross_layer
 from llava_mcore.models.language.delta_net import delta_layer
 from llava_mcore.models.language.experts import EXPERTS
@@ -47,7 +47,7 @@ def block_spec(
         spec = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
         )
-        if computes_decoder(config):
+        if decoder_uses_flash_attention(config):
             spec.submodules.self_attention.submodules.core_attention = FlashAttention
         spec = _with_own_classes(with_plain_linears(spec) if plain_linears else spec, shape)
         return _block(spec, config, shape, vp_stage, norm=TENorm)

@@ -21,7 +21,7 @@ from llava_mcore.compat.megatron.layers import change_class, set_frequencies, se
 from llava_mcore.config.rules.parallel import check_deepstack
 from llava_mcore.errors import ConfigError
 from llava_mcore.models.activations import StatelessActivation
-from llava_mcore.models.attention import sees_window
+from llava_mcore.models.attention.sdpa import sees_window
 from llava_mcore.models.language.block import block_spec
 from llava_mcore.models.language.embedding import TokenEmbedding
 from llava_mcore.models.language.shape import DecoderShape, Rope

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from llava_mcore.compat import flash_attention_4
-from llava_mcore.models.flash_attention import FlashAttention, PackedAttention, replaces_engine
+from llava_mcore.models.attention.flash import FlashAttention, PackedAttention, replaces_engine
 
 HEAD_SIZES_OF_CUDNN = (64, 128)
 """cuDNN pads others to the next, such as 72 (Qwen3-VL) and 80 (Qwen2.5-VL)."""

@@ -23,7 +23,7 @@ from llava_mcore.compat.megatron.layers import split_gradients_without_copy
 from llava_mcore.compat.required import replace_name
 from llava_mcore.errors import ConversionError
 from llava_mcore.models.activations import StatelessActivation, activation, quick_gelu
-from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.models.vision.features import num_patches
 from llava_mcore.weights.layouts import Concat, Copy, FuseQKV, PadColumns, PadParts, Regroup, Reshape, TensorTransform
 from llava_mcore.weights.names import FUSED_NORMS, LayerNames

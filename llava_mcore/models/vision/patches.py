@@ -33,7 +33,7 @@ from llava_mcore.media.batch_fields import (
     WINDOW_ORDER,
     WINDOW_SEQLENS,
 )
-from llava_mcore.models.flash_attention import FlashAttention
+from llava_mcore.models.attention.flash import FlashAttention
 from llava_mcore.models.norms import TorchNorm
 from llava_mcore.models.rotary import PatchRopeSelfAttention
 from llava_mcore.models.vision.attention import tower_attention, uses_flash_attention

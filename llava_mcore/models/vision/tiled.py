@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.media.batch_fields import ASPECT_RATIO_IDS, MEDIA_SEQLENS, PIXEL_VALUES
-from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.models.language.cross_attention import gate_spec
 from llava_mcore.models.vision.encoder_layers import encoder_layer_spec, without_bias
 from llava_mcore.models.vision.features import FeatureChoice

@@ -135,8 +135,8 @@ class LayerGraphs:
         # Later layers of the segment were computed by its graph.
         if segment.is_done:
             return hidden_states, context
-        # No graph: run the layer itself. Beside the memory of graphs there may be no room for its activations, so they
-        # are computed again. Experts would count their tokens twice.
+        # No graph: run the layer itself. There may be no room for its activations beside the memory of graphs, so they
+        # are computed again; not those of experts, which would count their tokens twice.
         run = partial(
             type(layer).forward,
             layer,
@@ -145,20 +145,19 @@ class LayerGraphs:
             context=context,
             **more,
         )
-        is_short_of_memory = self._graphs and layer.training and torch.is_grad_enabled()
-        result: tuple[Tensor, Tensor | None]
-        if is_short_of_memory and not isinstance(layer.mlp, ExpertLayer):
-            result = self._recomputed(run, hidden_states)
-        else:
-            result = run(hidden_states)
+        trains_beside_graphs = bool(self._graphs) and layer.training and torch.is_grad_enabled()
+        recomputes = trains_beside_graphs and not isinstance(layer.mlp, ExpertLayer)
+        result: tuple[Tensor, Tensor | None] = (
+            self._recomputed(run, hidden_states) if recomputes else run(hidden_states)
+        )
         return result
 
     def _recomputed(self, run: Callable[[Tensor], Any], hidden_states: Tensor) -> Any:
-        """Return what a layer computes, of which the backward pass gets the input alone."""
+        """Return a layer's result, keeping only its input for the backward pass."""
         if self._config.fp8:
-            from transformer_engine.pytorch import checkpoint as keep_fp8_state
+            from transformer_engine.pytorch import checkpoint as engine_checkpoint  # keeps scales as they are
 
-            return keep_fp8_state(run, hidden_states, use_reentrant=False)
+            return engine_checkpoint(run, hidden_states, use_reentrant=False)
         return checkpoint(run, hidden_states, use_reentrant=False, preserve_rng_state=False)
 
     def _tensors(self, hidden_states: Tensor, packed: PackedSeqParams, angles: Tensor | None) -> tuple[Tensor, ...]:

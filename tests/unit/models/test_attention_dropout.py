@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llava_mcore.adapters.lora import Division, LinearAdapter
-from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.parallel.groups import single_process
 from llava_mcore.parallel.random import random_state, seed_everything
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from llava_mcore.models.attention import SDPAttention
+from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.groups import single_process
 
@@ -67,7 +67,7 @@ def test_long_sequences_without_a_large_mask(
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     expected = attention._attend(q, k, v)
     expected_gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
-    monkeypatch.setattr("llava_mcore.models.attention.LARGEST_MASK", 32)
+    monkeypatch.setattr("llava_mcore.models.attention.sdpa.LARGEST_MASK", 32)
     masks: list[int] = []
     made = attention._mask
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from llava_mcore.compat import flash_attention_4
-from llava_mcore.models.flash_attention import FlashAttention, computes_decoder, log_text
+from llava_mcore.models.attention.flash import FlashAttention, decoder_uses_flash_attention, describe_flash_attention
 from llava_mcore.models.language import block
 from llava_mcore.models.language.shape import DecoderShape, Rope
 from llava_mcore.models.vision import encoder_layers
@@ -137,6 +137,7 @@ def test_causal_heads(flash: list[int]) -> None:
         ({"size": 160}, False),
         ({"window_size": (128, 0)}, False),
         ({"context_parallel_size": 2}, False),
+        ({"softmax_type": "learnable"}, False),
         ({"attention_dropout": 0.1}, False),
         ({"params_dtype": torch.float32, "bf16": False}, False),
     ],
@@ -147,7 +148,7 @@ def test_which_decoders(options: dict[str, Any], expected: bool, monkeypatch: py
     monkeypatch.setattr(block, "get_gpt_layer_with_transformer_engine_spec", lambda **_: get_gpt_layer_local_spec())
     monkeypatch.setattr(block, "_block", lambda spec, *_, **__: spec)
     config = tower_config(**{"size": 128} | options)
-    assert computes_decoder(config) == expected
+    assert decoder_uses_flash_attention(config) == expected
     shape = DecoderShape(Rope(torch.ones(1), 1.0))
     found: Any = block.block_spec(config, shape, None)
     assert (found.submodules.self_attention.submodules.core_attention is FlashAttention) == expected
@@ -156,16 +157,18 @@ def test_which_decoders(options: dict[str, Any], expected: bool, monkeypatch: py
 def test_what_the_log_says() -> None:
     """Nothing without the package."""
     flash = FlashAttention(tower_config())
-    assert log_text({"decoder": torch.nn.Linear(1, 1), "tower": None}) == ""
-    assert log_text({"decoder": flash, "tower": None}) == ", attention of the decoder by FlashAttention 4"
-    both = log_text({"decoder": torch.nn.Sequential(flash), "tower": flash})
+    assert describe_flash_attention({"decoder": torch.nn.Linear(1, 1), "tower": None}) == ""
+    assert (
+        describe_flash_attention({"decoder": flash, "tower": None}) == ", attention of the decoder by FlashAttention 4"
+    )
+    both = describe_flash_attention({"decoder": torch.nn.Sequential(flash), "tower": flash})
     assert both == ", attention of the decoder and the tower by FlashAttention 4"
 
 
 def test_not_without_the_package_and_a_gpu() -> None:
     """Here there is neither."""
     assert tower_attention(tower_config(), sees_windows=False) is None
-    assert not computes_decoder(tower_config(128))
+    assert not decoder_uses_flash_attention(tower_config(128))
 
 
 def test_a_broken_package_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -242,7 +242,7 @@ def test_a_tower_with_graphs_computes_the_same(
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_late_shape_keeps_no_activations(
+def test_a_late_shape_is_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls, name: str
 ) -> None:
     """The first step has few images and samples: the second computes what has no graph, in tower and decoder, twice.

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.compat import flash_attention_4
+from llava_mcore.models.attention.sdpa import as_sequences
 
 
 def replaces_engine(config: TransformerConfig) -> bool:
@@ -26,16 +27,16 @@ def replaces_engine(config: TransformerConfig) -> bool:
     return config.transformer_impl == "transformer_engine" and in_half and not config.attention_dropout
 
 
-def computes_decoder(config: TransformerConfig) -> bool:
+def decoder_uses_flash_attention(config: TransformerConfig) -> bool:
     """Return whether FlashAttention 4 computes a decoder's attention: cuDNN, which takes longer, is not asked for,
-    heads need no padding, and there are neither windows nor context-parallel ranks."""
+    heads need no padding, and there are no windows, context-parallel ranks or attention sinks."""
     cudnn = config.attention_backend is AttnBackend.fused
     fits = config.kv_channels % flash_attention_4.HEAD_MULTIPLE == 0
-    plain = config.window_size is None and config.context_parallel_size == 1
+    plain = config.window_size is None and config.context_parallel_size == 1 and config.softmax_type == "vanilla"
     return replaces_engine(config) and not cudnn and fits and plain and flash_attention_4.supports(config.kv_channels)
 
 
-def log_text(parts: Mapping[str, nn.Module | None]) -> str:
+def describe_flash_attention(parts: Mapping[str, nn.Module | None]) -> str:
     """Return what a run's log says about the parts of a model whose attention FlashAttention 4 computes, or nothing."""
     uses = [name for name, part in parts.items() if part and any(isinstance(x, FlashAttention) for x in part.modules())]
     return f", attention of the {' and the '.join(uses)} by FlashAttention 4" if uses else ""
@@ -61,11 +62,10 @@ class PackedAttention(MegatronModule):
             bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             assert bounds is not None and longest is not None and packed_seq_params.cu_seqlens_q_padded is None
             return self.attend(query, key, value, bounds, longest).flatten(1)
-        # Samples are sequences, one after the other.
         s, b = query.shape[:2]
-        bounds = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=query.device)
-        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        return self.attend(query, key, value, bounds, s).view(b, s, -1).transpose(0, 1)
+        query, bounds = as_sequences(query)
+        out = self.attend(query, as_sequences(key)[0], as_sequences(value)[0], bounds, s)
+        return out.view(b, s, -1).transpose(0, 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
         """Return [t, n, d] for [t, n or g, d].

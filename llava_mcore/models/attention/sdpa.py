@@ -23,7 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from llava_mcore.models.context_attention import attend_chunks
+from llava_mcore.models.attention.context import attend_chunks
 from llava_mcore.parallel.batch import PackedSamples
 
 LARGEST_MASK = 1 << 26
@@ -228,11 +228,16 @@ def _bounds(params: PackedSeqParams, on_device: Tensor) -> Sequence[int]:
     return values
 
 
+def as_sequences(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return samples [s, b, ...] as packed sequences [b * s, ...], and their bounds, int32 [b + 1]."""
+    s, b = x.shape[:2]
+    return x.transpose(0, 1).flatten(0, 1), torch.arange(0, b * s + 1, s, dtype=torch.int32, device=x.device)
+
+
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
     """Return [s, b, n*d] for [s, b, n, d] and keys, values [k, b, g, d], of which the queries are the last tokens."""
     (s, b), num_keys = q.shape[:2], len(k)
-    bounds, of_keys = (torch.arange(0, b * x + 1, x, dtype=torch.int32, device=q.device) for x in (s, num_keys))
-    q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    (q, bounds), (k, of_keys), (v, _) = (as_sequences(x) for x in (q, k, v))
     out = attend_packed(q, k, v, bounds, s, scale=scale, window=window, of_keys=(of_keys, num_keys))
     return out.unflatten(0, (b, s)).transpose(0, 1)
 

@@ -13,8 +13,11 @@ DELTA_NETS = "qwen3_5"
 """Beginning of the architectures that have gated delta nets."""
 
 
-def supported(cases: Sequence[Case], *, gradients: bool = False) -> list[Case]:
-    """Return the cases without those whose kernels, or with `gradients` their backward pass, are missing here."""
+def supported(cases: Sequence[Case], *, gradients: bool = False, pp: int = 1) -> list[Case]:
+    """Return the cases without those whose kernels, or with `gradients` their backward pass, are missing here, and
+    without a decoder that attends to images if there are stages."""
+    if pp > 1:
+        cases = [case for case in cases if case.architecture != "mllama"]
     if has_fla() and not (gradients and triton_without_gradients({torch.cuda.get_device_capability()})):
         return list(cases)
     left = [case for case in cases if not case.architecture.startswith(DELTA_NETS)]

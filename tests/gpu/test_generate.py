@@ -50,7 +50,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, tp: int, pp: int, kind
         needs(package)
     jobs, able = {}, {}
     expected: dict[str, Answers] = {}
-    for case in supported([case for case in CASES if KINDS.get(case.architecture, "images") == kind]):
+    for case in supported([case for case in CASES if KINDS.get(case.architecture, "images") == kind], pp=pp):
         folder = tmp_path / case.name
         make_sharp_case(case, folder / "hf")
         import_hf(folder / "hf", folder / "megatron")

@@ -12,57 +12,23 @@ r: sequences (rows), s: tokens, n: heads, g: query groups, d: head size.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.compat.delta_rule import torch_step
+from llava_mcore.inference.generation.rows import CachedRows, whole_pieces
 from llava_mcore.models.attention.context import attend_gathered, gathered_pairs
 from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.models.language.cross_attention import CrossAttentionLayer, MaskedAttention
 from llava_mcore.models.language.delta_net import DeltaNet, DeltaRule
 from llava_mcore.models.multimodal import VisionLanguageModel
-from llava_mcore.parallel.context import DividedRow
 from llava_mcore.parallel.groups import context_parallel_group
-
-PIECE = 256
-"""The capacity of a cache, in tokens, is a multiple of this."""
-
-
-def whole_pieces(length: int) -> int:
-    """Return a number of tokens, rounded up to whole pieces of a cache."""
-    return math.ceil(length / PIECE) * PIECE
-
-
-class CachedRows:
-    """The state of the sequences, for the caches of all layers.
-
-    `prefilled`: the row whose prompt is being read, of `prompt_length` tokens before its padding; None while every row
-    gets one token. `lengths`: int64 [r] on the device, tokens of each row before this pass. `num_columns`: tokens of a
-    cache that the pass reads, the longest row's or more. `num_growths`: how often a cache has been reallocated.
-    `sees_images`: bool [r], whether the tokens of a row's answer see an image, in a model whose layers attend to
-    images. `contexts`: the ranks that divide the tokens of a prompt; None: each has all of them.
-    """
-
-    def __init__(self, num_rows: int, device: torch.device, contexts: dist.ProcessGroup | None = None) -> None:
-        self.num_rows, self.contexts = num_rows, contexts
-        self.prefilled: int | None = None
-        self.prompt_length = 0
-        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_columns = 0
-        self.num_growths = 0
-        self.sees_images = torch.zeros(num_rows, dtype=torch.bool, device=device)
-
-    def divided(self, x: Tensor) -> DividedRow | None:
-        """Return the prompt of whose tokens this rank has x [s, ...]; None: it has all of them."""
-        return None if self.contexts is None else DividedRow.of(len(x), None, x.device, self.contexts)
 
 
 class CachedAttention(SDPAttention):
@@ -96,37 +62,34 @@ class CachedAttention(SDPAttention):
             return self._next_tokens(query, key, value)
         divided = self.rows.divided(query)
         if divided is None:
-            self._keep(row, key, value)
+            self._keep(key, value)
             return self._attend(query, key, value)
         pairs = gathered_pairs(key, value, divided)
-        self._keep(row, *pairs.unbind(1))
+        self._keep(*pairs.unbind(1))
         return attend_gathered(query, pairs, [0, len(pairs)], divided.group, self._attend)
 
-    def _keep(self, row: int, key: Tensor, value: Tensor) -> None:
-        """Store keys and values [s, 1, g, d] of a row's prompt."""
-        keys, values = self._reserved(len(key), key)
-        keys[row, :, : len(key)] = key[:, 0].transpose(0, 1)
-        values[row, :, : len(key)] = value[:, 0].transpose(0, 1)
+    def _keep(self, key: Tensor, value: Tensor) -> None:
+        """Store keys and values [s, 1, g, d] of the prompt of `rows.row`."""
+        for cache, new in zip(self._reserved(len(key), key), (key, value), strict=True):
+            cache[:, :, : len(key)].index_copy_(0, self.rows.row, new.permute(1, 2, 0, 3))
 
     def _next_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        num_rows, lengths, end = self.rows.num_rows, self.rows.lengths, self.rows.num_columns
+        num_rows, end = self.rows.num_rows, self.rows.num_columns
         keys, values = self._reserved(end, key)
-        each = torch.arange(num_rows, device=key.device)
-        keys[each, :, lengths] = key[:num_rows, 0]
-        values[each, :, lengths] = value[:num_rows, 0]
-        columns = torch.arange(end, device=key.device)
-        seen = columns <= lengths[:, None]
-        if self.window is not None:
-            seen &= columns > lengths[:, None] - self.window
-        groups = keys.shape[1]
+        columns = self.rows.lengths[:, None, None, None].expand(-1, keys.shape[1], 1, keys.shape[3])
+        for cache, new in ((keys, key), (values, value)):
+            cache.scatter_(2, columns, new[:num_rows, 0, :, None])
         # The heads of a group are treated as tokens, so keys and values need not be repeated.
-        q = query[:num_rows, 0].unflatten(1, (groups, -1))  # [r, g, n / g, d]
-        k, v, mask = keys[:, :, :end], values[:, :, :end], seen[:, None, None]
+        q = query[:num_rows, 0].unflatten(1, (keys.shape[1], -1))  # [r, g, n / g, d]
+        k, v = keys[:, :, :end], values[:, :, :end]
         if self.softcap is None:
+            mask = self.rows.mask(self.window, q.dtype)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         else:
-            out = self._capped(q, k, v, self.softcap, mask, 0.0)
-        return F.pad(out.flatten(1)[:, None], (0, 0, 0, 0, 0, len(query) - num_rows))
+            out = self._capped(q, k, v, self.softcap, self.rows.mask(self.window, torch.bool), 0.0)
+        out = out.flatten(1)[:, None]
+        padding = len(query) - num_rows
+        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
     def _reserved(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values with room for a number of tokens."""

@@ -259,4 +259,4 @@ class _AnswerLoop:
         if about[1] is None:
             return None
         (batch,) = share_step(groups, None if prompt is None else [prompt.batch], 1, self.fields)
-        return batch, *about[1]
+        return self.model.filled_up(batch), *about[1]

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from llava_mcore.inference.generation.cache import CachedRows
+from llava_mcore.inference.generation.pass_graphs import PassGraphs, has_tiles, tile_graphs
+from llava_mcore.inference.generation.rows import CachedRows
 from llava_mcore.inference.generation.token_graph import TokenGraph, can_capture
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.layers import TwoRopeSelfAttention
@@ -62,6 +64,11 @@ def _angles(position_ids: Tensor, inv_freq: Tensor) -> Tensor:
     return torch.cat((angles, angles), dim=-1)[:, None, None]
 
 
+PROMPT_MULTIPLE = 128
+"""Prompts that graphs read are padded to a multiple of this."""
+MOST_TOKENS = 4096
+"""The longest prompt that is a graph: longer ones take the GPU longer than the host."""
+
 Start = Callable[[VisionLanguageModel], tuple[Tensor, dict[str, Tensor]]]
 """Computes the input of the first stage's layers, and by its name what they take beside it."""
 
@@ -85,17 +92,34 @@ class CachedModel:
         self.config = models[0].config
         is_divided = self.config.sequence_parallel
         self._parts = groups.tp_size if is_divided else 1
-        self.num_tokens = math.ceil(rows.num_rows / math.lcm(multiple, self._parts)) * math.lcm(multiple, self._parts)
+        multiple = math.lcm(multiple, self._parts)
+        self._prompt_multiple = math.lcm(multiple, PROMPT_MULTIPLE)
+        self.num_tokens = math.ceil(rows.num_rows / multiple) * multiple
         """Tokens of a pass that gives each row its next token, with padding."""
         self._angles = [TokenAngles(model.language_model, groups.device) for model in models]
         self._ring = dist.get_process_group_ranks(groups.pipeline_parallel)
-        captures = graphs and groups.device.type == "cuda" and can_capture(models)
+        captures = graphs and can_capture(models, groups.device)
         self._graph = TokenGraph(rows, self._logits) if captures else None
+        self._prompts = PassGraphs(self._prompt_states, MOST_TOKENS) if captures else None
+        self._growths = 0
+        """Growths of the caches that the graphs of prompts write to."""
+        self._tower = tile_graphs(models[0]) if captures and has_tiles(models[0]) else None
 
     def close(self) -> None:
         """Free what is left when no more tokens are read."""
-        if self._graph is not None:
-            self._graph.destroy()
+        if self._tower is not None:
+            del vars(self.models[0].vision_model)["forward"]
+        for graphs in (self._graph, self._prompts, self._tower):
+            if graphs is not None:
+                graphs.destroy()
+
+    def filled_up(self, batch: MicroBatch) -> MicroBatch:
+        """Return a prompt with padding, so that prompts have few lengths, where graphs read them."""
+        missing = -batch.input_ids.shape[1] % self._prompt_multiple
+        if self._prompts is None or not missing:
+            return batch
+        ids, positions = (torch.nn.functional.pad(x, (0, missing)) for x in (batch.input_ids, batch.position_ids))
+        return replace(batch, input_ids=ids, position_ids=positions)
 
     def read_prompt(self, batch: MicroBatch, length: int, row: int) -> Tensor | None:
         """Read one prompt into a row.
@@ -109,6 +133,7 @@ class CachedModel:
             On the last stage this rank's part of the next token's logits, [1, v / tp].
         """
         self.rows.prefilled, self.rows.prompt_length = row, length
+        self.rows.row.fill_(row)
 
         def start(model: VisionLanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
             hidden, beside = model.decoder_input(
@@ -118,7 +143,14 @@ class CachedModel:
                 self.rows.sees_images[row] = beside["context_mask"][length - 1, -1]
             return hidden, beside
 
-        hidden = self._run(start, batch.position_ids)
+        if self._prompts is None:
+            hidden = self._run(start, batch.position_ids)
+        else:
+            if self._growths != self.rows.num_growths:
+                self._prompts.destroy()
+                self._growths = self.rows.num_growths
+            decoder_input, beside = start(self.models[0])
+            hidden = self._prompts(decoder_input, batch.position_ids, *beside.values())
         self.rows.prefilled = None
         if hidden is None:
             return None
@@ -172,6 +204,14 @@ class CachedModel:
         hidden = self._run(start, by_axis)
         return None if hidden is None else self.models[-1].language_model.local_logits(hidden)[: rows.num_rows, 0]
 
+    def _prompt_states(self, decoder_input: Tensor, position_ids: Tensor, *context: Tensor) -> Tensor:
+        """Return the last layer's hidden states [s, 1, h] of a model that is one chunk. context: what is added after
+        its first layers, if it has such features."""
+        beside = dict(zip(("context",), context, strict=False))
+        hidden = self._run(lambda _: (decoder_input, beside), position_ids)
+        assert hidden is not None
+        return hidden
+
     def _logits(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
         """Return this rank's logits [s, 1, v / tp] of a model that is one chunk."""
         hidden = self._run(lambda _: (embeddings, {}), position_ids)
@@ -180,6 +220,7 @@ class CachedModel:
 
     def _run(self, start: Start, position_ids: Tensor) -> Tensor | None:
         """Run all chunks of this rank, one row of tokens; the last stage returns hidden states [s, 1, h]."""
+        self.rows.masks.clear()
         hidden: Tensor | None = None
         for model, angles in zip(self.models, self._angles, strict=True):
             beside = dict[str, Tensor]()

@@ -12,11 +12,12 @@ import torch
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
-from llava_mcore.inference.generation.cache import CachedAttention, CachedRows, whole_pieces
+from llava_mcore.inference.generation.cache import CachedAttention
+from llava_mcore.inference.generation.rows import CachedRows, whole_pieces
 from llava_mcore.models.multimodal import VisionLanguageModel
 
 
-def can_capture(models: Sequence[VisionLanguageModel]) -> bool:
+def can_capture(models: Sequence[VisionLanguageModel], device: torch.device) -> bool:
     """Return whether passes of single tokens have fixed shapes and stay on one GPU or between tensor-parallel ones.
 
     Routers send different numbers of tokens to experts, delta nets replace their states, and stages of a pipeline wait
@@ -25,7 +26,8 @@ def can_capture(models: Sequence[VisionLanguageModel]) -> bool:
     model = models[0]
     is_whole = len(models) == 1 and model.pre_process and model.post_process
     config = model.config
-    if not is_whole or config.num_moe_experts or config.fp8 or config.context_parallel_size > 1:
+    varies = config.num_moe_experts or config.fp8 or config.context_parallel_size > 1
+    if device.type != "cuda" or not is_whole or varies:
         return False
     mixers = [layer.self_attention for layer in model.language_model.decoder.layers]
     return all(isinstance(x, Attention) and isinstance(x.core_attention, CachedAttention) for x in mixers)

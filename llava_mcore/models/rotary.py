@@ -18,8 +18,26 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 
+class Rotation:
+    """Rotary angles [s, b or 1, 1, r] of tokens, whose halves are equal. Cosines and sines are computed once for all
+    that this object rotates."""
+
+    def __init__(self, angles: Tensor) -> None:
+        self.angles = angles
+        self._turns: dict[tuple[float, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def turns(self, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines times a factor; the first half of the sines is negative."""
+        key = factor, dtype
+        if key not in self._turns:
+            cos, sin = ((f(self.angles) * factor).to(dtype) for f in (torch.cos, torch.sin))
+            first, second = sin.chunk(2, dim=-1)
+            self._turns[key] = cos, torch.cat((-first, second), dim=-1)
+        return self._turns[key]
+
+
 class TokenRopeSelfAttention(SelfAttention):
-    """Takes `rotary_pos_emb` as angles [s, b or 1, 1, r], one row per token.
+    """Takes `rotary_pos_emb` as angles [s, b or 1, 1, r], one row per token, or as a `Rotation` that layers share.
 
     `factor`: of cosines and sines (YaRN), where they are not fused. `padded_head`: the size that heads get for core
     attention, with zeros at their end; None: that of the heads. Only where one kernel splits and rotates.
@@ -32,25 +50,26 @@ class TokenRopeSelfAttention(SelfAttention):
         super().__init__(*args, **kwargs)
         self.factor = 1.0
         self.padded_head: int | None = None
-        self._angles: Tensor | None = None
+        self._rotation: Rotation | None = None
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
         """Rotate queries and keys as soon as they are computed, before they are flattened for packed attention."""
-        self._angles = kwargs.pop("rotary_pos_emb", None)
+        angles = kwargs.pop("rotary_pos_emb", None)
+        self._rotation = Rotation(angles) if isinstance(angles, Tensor) else angles
         try:
             return super().forward(hidden_states, attention_mask, **kwargs)
         finally:
-            self._angles = None
+            self._rotation = None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return query, key and value [s, b, n, d], the first two rotated (called by megatron-core's forward)."""
-        if self._angles is not None and self._splits_rotated:
+        if self._rotation is not None and self._splits_rotated:
             mixed, (*_, size) = super().get_query_key_value_tensors(*args, **kwargs | {"split_qkv": False})
-            return split_rotated(mixed, self._angles, size, self.padded_head)
+            return split_rotated(mixed, self._rotation.angles, size, self.padded_head)
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
-        if self._angles is None:
+        if self._rotation is None:
             return (query, key, *rest)
-        return (self._rotate(query, self._angles), self._rotate(key, self._angles), *rest)
+        return (self._rotate(query, self._rotation), self._rotate(key, self._rotation), *rest)
 
     @property
     def _splits_rotated(self) -> bool:
@@ -58,10 +77,10 @@ class TokenRopeSelfAttention(SelfAttention):
         norms = self.q_layernorm, self.k_layernorm
         return self.config.apply_rope_fusion and all(x is None or isinstance(x, IdentityOp) for x in norms)
 
-    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         if self.config.apply_rope_fusion:
-            return rotate_fused(x, angles)
-        return rotate(x, angles, factor=self.factor, in_float32=self.in_float32)
+            return rotate_fused(x, rotation.angles)
+        return rotate(x, rotation, factor=self.factor, in_float32=self.in_float32)
 
 
 class PatchRopeSelfAttention(TokenRopeSelfAttention):
@@ -70,20 +89,20 @@ class PatchRopeSelfAttention(TokenRopeSelfAttention):
     in_float32 = True
 
 
-def rotate(x: Tensor, angles: Tensor, *, factor: float = 1.0, in_float32: bool = False) -> Tensor:
-    """Rotate the first r dims of heads [s, b, n, d] by angles [s, b or 1, 1, r], whose halves are equal.
+def rotate(x: Tensor, rotation: Rotation, *, factor: float = 1.0, in_float32: bool = False) -> Tensor:
+    """Rotate the first r dims of heads [s, b, n, d].
 
     Args:
         factor: of cosines and sines (YaRN).
         in_float32: whether products are taken in float32 instead of x's precision.
     """
-    r = angles.shape[-1]
+    r = rotation.angles.shape[-1]
     turned, unrotated = x[..., :r], x[..., r:]
     dtype = torch.float32 if in_float32 else x.dtype
     turned = turned.to(dtype)
-    cos, sin = ((f(angles) * factor).to(dtype) for f in (torch.cos, torch.sin))
+    cos, sin = rotation.turns(factor, dtype)
     first, second = turned.chunk(2, dim=-1)
-    turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    turned = (turned * cos + torch.cat((second, first), dim=-1) * sin).to(x.dtype)
     return torch.cat((turned, unrotated), dim=-1) if unrotated.shape[-1] else turned
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 
 from llava_mcore.models.attention.sdpa import SDPAttention
 from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
-from llava_mcore.models.rotary import rotate, rotate_fused, split_rotated
+from llava_mcore.models.rotary import Rotation, rotate, rotate_fused, split_rotated
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
@@ -43,7 +43,7 @@ def test_heads_and_gradients(
     assert not any(x[..., size:].any() for x in padded)
     found = [x[..., :size] for x in padded]
     parts = [x.reshape(130, 2, -1, size) for x in mixed.split([queries * size, size, size], dim=-1)]
-    expected = [*(rotate(x, angles, in_float32=True) for x in parts[:2]), parts[2]]
+    expected = [*(rotate(x, Rotation(angles), in_float32=True) for x in parts[:2]), parts[2]]
     weights = [torch.randn(x.shape, **given).to(dtype) for x in expected]
     allowed = {"rtol": 2**-7, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     for one, other in zip(found, expected, strict=True):

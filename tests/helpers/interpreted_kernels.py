@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from llava_mcore.models.kernels import add_gradients, logit_gradients, quantize_fp8
 from llava_mcore.models.kernels.chunk_operations import log_sum_and_target, torch_gradients
 from llava_mcore.models.kernels.window_attention import WindowAttention
-from llava_mcore.models.rotary import rotate, split_rotated
+from llava_mcore.models.rotary import Rotation, rotate, split_rotated
 from tests.helpers import emulated_fp8
 
 HEADS = ((3, 1, 10, 10), (2, 7, 16, 16), (2, 2, 16, 8), (20, 1, 80, 80))
@@ -51,7 +51,7 @@ def rotary(groups: int, queries: int, size: int, rotated: int) -> None:
     angles = torch.cat((half, half), dim=-1)
     for padding in (0, 6):
         query, key, value = mixed.split([queries * size, size, size], dim=-1)
-        turned = [rotate(x.reshape(5, 2, -1, size), angles) for x in (query, key)]
+        turned = [rotate(x.reshape(5, 2, -1, size), Rotation(angles)) for x in (query, key)]
         expected = tuple(F.pad(x, (0, padding)) for x in (*turned, value))
         compare(split_rotated(mixed, angles, size, size + padding), expected, [mixed])
 

@@ -21,6 +21,7 @@ from llava_mcore.inference.generation.token_graph import TokenGraph, can_capture
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.layers import TwoRopeSelfAttention
 from llava_mcore.models.multimodal import VisionLanguageModel
+from llava_mcore.models.rotary import Rotation
 from llava_mcore.parallel.batch import MicroBatch
 from llava_mcore.parallel.context import place_of
 from llava_mcore.parallel.groups import Groups
@@ -40,13 +41,13 @@ class TokenAngles:
         self._local_layers = [x for x in attentions if isinstance(x, TwoRopeSelfAttention) and x.local_rope is not None]
 
     @contextlib.contextmanager
-    def of(self, position_ids: Tensor) -> Iterator[Tensor]:
+    def of(self, position_ids: Tensor) -> Iterator[Tensor | Rotation]:
         """Return the angles [s, 1, 1, d] of one row, positions int64 [1, s] or [axes, 1, s].
 
         In the context, layers with frequencies of their own take the angles of these positions.
         """
         if self._frequencies is None:
-            yield self._embedding(position_ids)
+            yield Rotation(self._embedding(position_ids))
             return
         shared, local = (_angles(position_ids, x) for x in self._frequencies)
         for layer in self._local_layers:

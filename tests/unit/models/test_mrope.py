@@ -14,7 +14,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from llava_mcore.models.language.decoder import TokenRope
 from llava_mcore.models.language.shape import mrope_from_hf
-from llava_mcore.models.rotary import rotate
+from llava_mcore.models.rotary import Rotation, rotate
 from tests.helpers.cases import LINEAR, LLAMA3_ROPE, YARN
 from tests.helpers.tiny_qwen import KINDS, ROPE
 
@@ -47,4 +47,4 @@ def test_angles_are_hugging_faces(rotary: Any, config: dict[str, Any]) -> None:
     theirs = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
     angles = TokenRope(rope.inv_freq, rope.axes)(positions)
     for x, expected in zip((q, k), theirs, strict=True):
-        assert torch.allclose(rotate(x, angles, factor=rope.scaling), expected.permute(2, 0, 1, 3), atol=1e-6)
+        assert torch.allclose(rotate(x, Rotation(angles), factor=rope.scaling), expected.permute(2, 0, 1, 3), atol=1e-6)

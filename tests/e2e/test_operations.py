@@ -45,8 +45,12 @@ def flags(root: Path) -> list[Any]:
 def send_to_all(pid: int, number: signal.Signals) -> int:
     """Send a signal to a process and everything below it, as SLURM does; return the number of loader processes."""
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    torchrun = "llava_mcore.launch.torchrun"
-    workers = [x for x in tree if "llava_mcore.launch.worker" in x.cmdline() and torchrun not in x.cmdline()]
+    workers = []
+    for process in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+            words = process.cmdline()
+            if "llava_mcore.launch.worker" in words and "llava_mcore.launch.torchrun" not in words:
+                workers.append(process)
     loaders = [x for x in workers if x.ppid() in {parent.pid for parent in workers}]
     for process in tree:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -22,7 +22,7 @@ Shapes = tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True)
-class Pass:
+class CapturedPass:
     """A graph, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -40,7 +40,7 @@ class PassGraphs:
     def __init__(self, compute: Callable[..., Tensor], longest: int) -> None:
         """longest: a call whose first input has more rows runs without a graph."""
         self._compute, self._longest = compute, longest
-        self._passes: dict[Shapes, Pass | None] = {}
+        self._passes: dict[Shapes, CapturedPass | None] = {}
         self._pool: Any = None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ class PassGraphs:
                 captured.graph.reset()
         self._passes = dict.fromkeys(self._passes)
 
-    def _captured(self, inputs: tuple[Tensor, ...]) -> Pass:
+    def _captured(self, inputs: tuple[Tensor, ...]) -> CapturedPass:
         # Only one graph runs at a time, so they share their memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, inputs = torch.cuda.CUDAGraph(), tuple(x.clone() for x in inputs)
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self._compute(*inputs)
-        return Pass(graph, inputs, output)
+        return CapturedPass(graph, inputs, output)
 
 
 def tile_graphs(model: VisionLanguageModel) -> PassGraphs:

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.generate import make_prompt
 from llava_mcore.inference.generation import stages
 from llava_mcore.inference.generation.generate import generate
-from llava_mcore.inference.generation.pass_graphs import Pass, PassGraphs
+from llava_mcore.inference.generation.pass_graphs import CapturedPass, PassGraphs
 from llava_mcore.inference.generation.settings import TokenSampling, read_settings
 from llava_mcore.inference.generation.token_graph import TokenGraph
 from llava_mcore.media.batch_fields import PIXEL_VALUES
@@ -54,11 +54,11 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, ...]]:
     """Emulate graphs; return the shapes that are captured."""
     shapes: list[tuple[torch.Size, ...]] = []
 
-    def capture(self: PassGraphs, inputs: tuple[Tensor, ...]) -> Pass:
+    def capture(self: PassGraphs, inputs: tuple[Tensor, ...]) -> CapturedPass:
         inputs = tuple(x.clone() for x in inputs)
         shapes.append(tuple(x.shape for x in inputs))
         graph: Any = Graph(self._compute, inputs)
-        return Pass(graph, inputs, graph.output)
+        return CapturedPass(graph, inputs, graph.output)
 
     monkeypatch.setattr(PassGraphs, "_captured", capture)
     monkeypatch.setattr(stages, "can_capture", lambda models, device: True)

@@ -55,9 +55,9 @@ def test_losses_and_gradients_are_those_of_one_rank(
     cases: Cases, whole: dict[str, Any], tmp_path: Path, layout: Layout
 ) -> None:
     # Without tensor parallelism ranks divide images by themselves, unless the run says no (in the pipeline's world). A
-    # pipeline's micro-batches have as many rows, so they are packed. Padding is the same with tensor parallelism.
+    # pipeline's micro-batches have as many rows, so they are packed.
     cases = {name: case for name, case in cases.items() if layout != (1, 4, 1) or name in OF_FOUR_RANKS}
-    kinds = (PACKED, DIVIDED) if layout[0] > 1 else (PACKED, PADDED) if layout[2] == 1 else (REPEATED,)
+    kinds = (PACKED, PADDED, *((DIVIDED,) if layout[0] > 1 else ())) if layout[2] == 1 else (REPEATED,)
     arguments = {"layout": layout, "cases": cases, "save_dir": str(tmp_path), "kinds": kinds}
     ranks = run_world(RANKS[layout], context_checks.gradients, **arguments)
     if layout == (1, 4, 1):  # with groups of two neighbors

@@ -126,8 +126,8 @@ def generate(
         fields: of the prompts' media.
         num_rows: prompts that are answered at the same time.
         multiple: numbers of tokens are padded to a multiple of this; prompts already are.
-        graphs: on a GPU, run passes of single tokens as a CUDA graph; the model must have no hooks that talk to other
-            ranks.
+        graphs: on a GPU, run prompts and passes of single tokens as CUDA graphs; the model must have no hooks that talk
+            to other ranks.
 
     Raises:
         LlavaMcoreError: on all ranks of the replica, if `prompts` raised one. Replicas that share experts with it end
@@ -259,4 +259,4 @@ class _AnswerLoop:
         if about[1] is None:
             return None
         (batch,) = share_step(groups, None if prompt is None else [prompt.batch], 1, self.fields)
-        return self.model.filled_up(batch), *about[1]
+        return self.model.padded(batch), *about[1]

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from llava_mcore.inference.generation.pass_graphs import PassGraphs, has_tiles, tile_graphs
+from llava_mcore.inference.generation.graphs import PassGraphs, TokenGraph, can_capture, has_tiles, tower_graphs
 from llava_mcore.inference.generation.rows import CachedRows
-from llava_mcore.inference.generation.token_graph import TokenGraph, can_capture
 from llava_mcore.models.language.decoder import LanguageModel
 from llava_mcore.models.language.layers import TwoRopeSelfAttention
 from llava_mcore.models.multimodal import VisionLanguageModel
@@ -87,8 +86,8 @@ class CachedModel:
         multiple: int = 1,
         graphs: bool = False,
     ) -> None:
-        """multiple: numbers of tokens are padded to a multiple of this (sequence parallelism, FP8). graphs: run the
-        passes of single tokens as a CUDA graph where the model can."""
+        """multiple: numbers of tokens are padded to a multiple of this (sequence parallelism, FP8). graphs: run
+        passes as CUDA graphs where the model can."""
         self.models, self.groups, self.rows = models, groups, rows
         self.config = models[0].config
         is_divided = self.config.sequence_parallel
@@ -104,7 +103,7 @@ class CachedModel:
         self._prompts = PassGraphs(self._prompt_states, MOST_TOKENS) if captures else None
         self._growths = 0
         """Growths of the caches that the graphs of prompts write to."""
-        self._tower = tile_graphs(models[0]) if captures and has_tiles(models[0]) else None
+        self._tower = tower_graphs(models[0]) if captures and has_tiles(models[0]) else None
 
     def close(self) -> None:
         """Free what is left when no more tokens are read."""
@@ -114,8 +113,8 @@ class CachedModel:
             if graphs is not None:
                 graphs.destroy()
 
-    def filled_up(self, batch: MicroBatch) -> MicroBatch:
-        """Return a prompt with padding, so that prompts have few lengths, where graphs read them."""
+    def padded(self, batch: MicroBatch) -> MicroBatch:
+        """Return a prompt with more padding where graphs read prompts, so that these have few lengths."""
         missing = -batch.input_ids.shape[1] % self._prompt_multiple
         if self._prompts is None or not missing:
             return batch
@@ -205,10 +204,10 @@ class CachedModel:
         hidden = self._run(start, by_axis)
         return None if hidden is None else self.models[-1].language_model.local_logits(hidden)[: rows.num_rows, 0]
 
-    def _prompt_states(self, decoder_input: Tensor, position_ids: Tensor, *context: Tensor) -> Tensor:
-        """Return the last layer's hidden states [s, 1, h] of a model that is one chunk. context: what is added after
-        its first layers, if it has such features."""
-        beside = dict(zip(("context",), context, strict=False))
+    def _prompt_states(self, decoder_input: Tensor, position_ids: Tensor, *deepstack: Tensor) -> Tensor:
+        """Return the last layer's hidden states [s, 1, h] of a model that is one chunk. deepstack: one tensor, what is
+        added after its first layers, if it has such features."""
+        beside = {"context": deepstack[0]} if deepstack else {}
         hidden = self._run(lambda _: (decoder_input, beside), position_ids)
         assert hidden is not None
         return hidden

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from llava_mcore.compat import flash_attention_4
-from llava_mcore.models.attention.sdpa import as_sequences
+from llava_mcore.models.attention.sdpa import as_sequences, bounds_of_samples
 
 
 def replaces_engine(config: TransformerConfig) -> bool:
@@ -63,8 +63,8 @@ class PackedAttention(MegatronModule):
             assert bounds is not None and longest is not None and packed_seq_params.cu_seqlens_q_padded is None
             return self.attend(query, key, value, bounds, longest).flatten(1)
         s, b = query.shape[:2]
-        query, bounds = as_sequences(query)
-        out = self.attend(query, as_sequences(key)[0], as_sequences(value)[0], bounds, s)
+        bounds = bounds_of_samples(query)
+        out = self.attend(as_sequences(query), as_sequences(key), as_sequences(value), bounds, s)
         return out.view(b, s, -1).transpose(0, 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:

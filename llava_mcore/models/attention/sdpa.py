@@ -228,17 +228,23 @@ def _bounds(params: PackedSeqParams, on_device: Tensor) -> Sequence[int]:
     return values
 
 
-def as_sequences(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return samples [s, b, ...] as packed sequences [b * s, ...], and their bounds, int32 [b + 1]."""
+def as_sequences(x: Tensor) -> Tensor:
+    """Return samples [s, b, ...] as packed sequences [b * s, ...]."""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def bounds_of_samples(x: Tensor) -> Tensor:
+    """Return the bounds of such sequences, int32 [b + 1]."""
     s, b = x.shape[:2]
-    return x.transpose(0, 1).flatten(0, 1), torch.arange(0, b * s + 1, s, dtype=torch.int32, device=x.device)
+    return torch.arange(0, b * s + 1, s, dtype=torch.int32, device=x.device)
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
     """Return [s, b, n*d] for [s, b, n, d] and keys, values [k, b, g, d], of which the queries are the last tokens."""
-    (s, b), num_keys = q.shape[:2], len(k)
-    (q, bounds), (k, of_keys), (v, _) = (as_sequences(x) for x in (q, k, v))
-    out = attend_packed(q, k, v, bounds, s, scale=scale, window=window, of_keys=(of_keys, num_keys))
+    s, b = q.shape[:2]
+    bounds, of_keys = bounds_of_samples(q), (bounds_of_samples(k), len(k))
+    q, k, v = (as_sequences(x) for x in (q, k, v))
+    out = attend_packed(q, k, v, bounds, s, scale=scale, window=window, of_keys=of_keys)
     return out.unflatten(0, (b, s)).transpose(0, 1)
 
 

@@ -19,21 +19,21 @@ from torch import Tensor
 
 
 class Rotation:
-    """Rotary angles [s, b or 1, 1, r] of tokens, whose halves are equal. Cosines and sines are computed once for all
-    that this object rotates."""
+    """Rotary angles [s, b or 1, 1, r] of tokens, whose halves are equal. Their cosines and sines are computed once for
+    all heads that they rotate."""
 
     def __init__(self, angles: Tensor) -> None:
         self.angles = angles
-        self._turns: dict[tuple[float, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._cos_sin: dict[tuple[float, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def turns(self, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines times a factor; the first half of the sines is negative."""
         key = factor, dtype
-        if key not in self._turns:
+        if key not in self._cos_sin:
             cos, sin = ((f(self.angles) * factor).to(dtype) for f in (torch.cos, torch.sin))
             first, second = sin.chunk(2, dim=-1)
-            self._turns[key] = cos, torch.cat((-first, second), dim=-1)
-        return self._turns[key]
+            self._cos_sin[key] = cos, torch.cat((-first, second), dim=-1)
+        return self._cos_sin[key]
 
 
 class TokenRopeSelfAttention(SelfAttention):
@@ -100,7 +100,7 @@ def rotate(x: Tensor, rotation: Rotation, *, factor: float = 1.0, in_float32: bo
     turned, unrotated = x[..., :r], x[..., r:]
     dtype = torch.float32 if in_float32 else x.dtype
     turned = turned.to(dtype)
-    cos, sin = rotation.turns(factor, dtype)
+    cos, sin = rotation.cos_sin(factor, dtype)
     first, second = turned.chunk(2, dim=-1)
     turned = (turned * cos + torch.cat((second, first), dim=-1) * sin).to(x.dtype)
     return torch.cat((turned, unrotated), dim=-1) if unrotated.shape[-1] else turned

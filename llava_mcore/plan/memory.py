@@ -192,7 +192,7 @@ def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     per_layer = 8 * t.hidden + (8 * t.hidden + mlp) / tp
     if layout.fp8_vision:
         per_layer -= 2 * t.hidden + (t.padded_ffn - t.hidden) / tp
-    padding = _head_padding(t) / tp
+    padding = head_padding(t) / tp
     full_layers = t.num_layers if t.full_layers is None else t.full_layers
     layers = t.num_layers * (2 * t.hidden if layout.recompute_vision else per_layer)
     layers += 0 if layout.recompute_vision else full_layers * padding
@@ -200,7 +200,7 @@ def tower_activations(model: Model, layout: RunLayout, work: Work) -> float:
     return connector + work.local_positions * (layers + peak)
 
 
-def _head_padding(t: Tower) -> float:
+def head_padding(t: Tower) -> float:
     """Return the additional bytes per patch that a layer keeps if FlashAttention 4 computes its attention
     (models/vision/attention.py).
 
@@ -210,7 +210,7 @@ def _head_padding(t: Tower) -> float:
     if t.positions or size in _HEAD_SIZES_OF_CUDNN or size > max(_HEAD_SIZES_OF_CUDNN):
         return 0.0
     padded = -(-size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-    return (8 * (padded / size - 1) + 2) * t.hidden
+    return (8 * (padded / size - 1) + 2) * t.hidden if padded > size else 0.0
 
 
 _HEAD_SIZES_OF_CUDNN, _HEAD_MULTIPLE = (64, 128), 32

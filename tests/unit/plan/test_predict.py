@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from llava_mcore.compat import flash_attention_4
 from llava_mcore.config.load import load_run_config
 from llava_mcore.data.loader.packing import online_fill
+from llava_mcore.models.vision.attention import HEAD_SIZES_OF_CUDNN
 from llava_mcore.plan.balance import balanced_layers
 from llava_mcore.plan.hardware.efficiency import Efficiency
 from llava_mcore.plan.hardware.gpus import GIB, GPUS
 from llava_mcore.plan.layout import Adapter, RunLayout, layout_of
 from llava_mcore.plan.material import packs_for
-from llava_mcore.plan.memory import decoder_activations, layer_bytes, stage_memory
+from llava_mcore.plan.memory import decoder_activations, head_padding, layer_bytes, stage_memory
 from llava_mcore.plan.parameters import stage_parameters
 from llava_mcore.plan.predict import Prediction, predict
 from llava_mcore.plan.seconds import Machine, flows_below
@@ -266,3 +268,12 @@ def test_experts() -> None:
     selective, plain = (predicted(replace(chosen, recompute=x), model).stages[0] for x in ("selective", "none"))
     assert plain.memory.activations > selective.memory.activations > one.stages[0].memory.activations
     assert plain.backward.total < selective.backward.total < one.stages[0].backward.total
+
+
+@pytest.mark.parametrize("size", [64, 72, 80, 96, 128, 160])
+def test_heads_are_padded_as_those_of_towers(size: int) -> None:
+    """`plan` does not import torch, so it has the constants of the kernels again."""
+    tower = replace(MODEL.tower, positions=0, heads=16, hidden=16 * size)
+    has_kernel = size not in HEAD_SIZES_OF_CUDNN and size <= flash_attention_4.LARGEST_HEAD
+    more = flash_attention_4.padded_head(size) / size - 1
+    assert head_padding(tower) == pytest.approx((8 * more + 2) * tower.hidden if has_kernel and more else 0)

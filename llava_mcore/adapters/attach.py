@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from llava_mcore.adapters.expert_factors import add_to_output, new_expert_factor
 from llava_mcore.adapters.factors import new_factors, part_adapters
 from llava_mcore.adapters.linear_layers import WEIGHT, MegatronLinear, ModelLayers
 from llava_mcore.adapters.lora import Division, Factors, LinearAdapter
-from llava_mcore.adapters.products import SharedMatrices
+from llava_mcore.adapters.products import Activated, SharedMatrices
 from llava_mcore.adapters.targets import LoraSettings
 from llava_mcore.compat.megatron.frozen_linears import FrozenProduct, is_in_fp8
 from llava_mcore.models.activations import StatelessActivation
@@ -147,16 +146,16 @@ def _hook(module: Any, adapters: Sequence[LinearAdapter], activation: StatelessA
     """
     # Where the input is an activation, only what it is computed from is kept for the backward pass.
     vars(module)[_ATTACHED] = tuple(adapters)
-    activated: list[Tensor] = []
+    sources: list[Tensor] = []
     if activation is not None:
-        activation.register_forward_pre_hook(lambda _, inputs: activated.append(inputs[0].detach()))
+        activation.register_forward_pre_hook(lambda _, inputs: sources.append(inputs[0].detach()))
 
     def change(x: Tensor, output: Tensor) -> Tensor:
         bias = _added_bias(module)
-        remake = None if activation is None else partial(activation.forward, activated.pop())
+        activated = None if activation is None else Activated(activation.forward, sources.pop())
         for adapter in adapters:
             inputs = (x, output, bias, lambda: _matrix(module))
-            output = adapter(*inputs, training=module.training, remake=remake)
+            output = adapter(*inputs, training=module.training, activated=activated)
         return output
 
     # A norm inside the layer determines where the hook goes, and what the matrix multiplies.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from llava_mcore.adapters.linear_layers import MegatronLinear
-from llava_mcore.adapters.products import AddUp, BaseRows, BlockMatrix, Down, SharedMatrices, block_matrix
+from llava_mcore.adapters.products import Activated, AddUp, BaseRows, BlockMatrix, Down, SharedMatrices, block_matrix
 from llava_mcore.adapters.targets import LoraSettings
 
 
@@ -108,7 +108,7 @@ class LinearAdapter:
         weight: Callable[[], Tensor],
         *,
         training: bool,
-        remake: Callable[[], Tensor] | None = None,
+        activated: Activated | None = None,
     ) -> Tensor:
         """Return the layer's output with what the adapter adds.
 
@@ -117,14 +117,14 @@ class LinearAdapter:
             output: [s, b, o], [s / tp, b, o] after a row-parallel layer with sequence parallelism.
             bias: [o], if it is a part of `output`.
             weight: returns the layer's matrix [o, h].
-            remake: returns x again in the backward pass, so that it need not be kept.
+            activated: what x was computed from, so that x need not be kept.
         """
         # A x. With DoRA and dropout the frozen matrix multiplies the dropped x too.
         base: Tensor | None = None
         if self.dora and self.dropout and training:
             a, base = self._dropped_products(x, weight)
         else:
-            a = self._low_rank(x, remake, training=training)
+            a = self._low_rank(x, activated, training=training)
         # Each tensor-parallel rank holds a partial sum of A x (row-parallel) or A x of its own tokens (sequence
         # parallelism).
         a = self._summed(a) if self.division.is_row_parallel else self._all_tokens(a)
@@ -147,10 +147,10 @@ class LinearAdapter:
             base = output if bias is None else output - bias
         return output + (scale - 1) * base + scale * added
 
-    def _low_rank(self, x: Tensor, remake: Callable[[], Tensor] | None, *, training: bool) -> Tensor:
+    def _low_rank(self, x: Tensor, activated: Activated | None, *, training: bool) -> Tensor:
         """Return A x of all members side by side, [.., b, r], of the part of x that this rank has."""
         if not (self.dropout and training):
-            return Down.apply(x, remake, *(one.lora_A for one in self.factors.values()))
+            return Down.apply(x, activated, *(one.lora_A for one in self.factors.values()))
         products = [F.linear(self._dropped(x, i), one.lora_A) for i, one in self.factors.items()]
         return torch.cat(products, dim=-1)
 

@@ -111,28 +111,39 @@ def block_matrix(
     return BlockMatrix(blocks, (len(origin), max(block.stop for block in blocks)), memory)
 
 
+@dataclass(frozen=True)
+class Activated:
+    """What a tensor was computed from, so that it need not be kept for the backward pass.
+
+    `activation`: returns the tensor again. `source`: its argument, which the activation keeps anyway.
+    """
+
+    activation: Callable[[Tensor], Tensor]
+    source: Tensor
+
+
 class Down(torch.autograd.Function):
     """A x of all members side by side, [..., r], of x [..., h] and every A [rank, h].
 
-    The backward pass needs x again: it is kept, or made again by `remake`, if that is given.
+    The backward pass needs x again: it is kept, or computed again from its source, if that is given. The source is a
+    saved tensor like any other: autograd's hooks must see all that is kept (graphs' warm-up drops it).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, remake: Callable[[], Tensor] | None, *A: Tensor) -> Tensor:
-        ctx.remake = remake
-        ctx.save_for_backward(*A) if remake is not None else ctx.save_for_backward(*A, x)
+    def forward(ctx: Any, x: Tensor, activated: Activated | None, *A: Tensor) -> Tensor:
+        ctx.activation = None if activated is None else activated.activation
+        ctx.save_for_backward(*A, x if activated is None else activated.source)
         return F.linear(x, _below_each_other(A))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        saved = ctx.saved_tensors  # read once: under torch's checkpoint a second read fails
-        A = saved[: len(ctx.needs_input_grad) - 2]
+        *A, x = ctx.saved_tensors  # read once: under torch's checkpoint a second read fails
         of_x = gradient @ _below_each_other(A) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return of_x, None, *(None for _ in A)
-        x = saved[-1] if ctx.remake is None else ctx.remake()
-        ctx.remake = None  # with what it holds
+        if ctx.activation is not None:
+            x = ctx.activation(x)
         of_A = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
         return of_x, None, *of_A.split([len(one) for one in A])
 

@@ -45,6 +45,11 @@ def make_graphs(
     for part in parts:
         _without_random_numbers(part)
     dropping = DropActivations(parameter for part in parts for parameter in part.parameters())
+
+    def after_warm_up() -> None:
+        dropping.__exit__()
+        torch.cuda.empty_cache()  # graphs have memory of their own: they cannot use what is cached here
+
     with _capturing():
         graphs = make_graphed_callables(
             tuple(parts),
@@ -56,7 +61,7 @@ def make_graphs(
             pool=pool,
             clone_param_grads_on_return=False,  # data parallelism adds them up before the next pass
             pre_warmup_hook=dropping.__enter__,
-            post_warmup_hook=lambda: dropping.__exit__(),
+            post_warmup_hook=after_warm_up,
         )
     return list(graphs)
 

@@ -43,6 +43,7 @@ MEASURED = {
     "train_step_qwen2_5_vl_2": "Qwen2.5-VL-7B, tower trained",
     "train_step_qwen2_5_vl_2_frozen": "Qwen2.5-VL-7B",
     "train_step_qwen2_5_vl_1": "Qwen2.5-VL-7B, tower trained, 14 of 28 layers, newer version",
+    "train_step_qwen2_5_vl_1_lora": "Qwen2.5-VL-7B, LoRA, newer version",
     "train_step_qwen2_5_vl_1_videos": "Qwen2.5-VL-7B, images and videos, tower trained, 14 of 28 layers",
     "train_step_qwen2_audio_1": "Qwen2-Audio-7B, 8 of 32 layers",
     "train_step_qwen3_vl_moe_1": "Qwen3-VL-30B-A3B, 8 of 48 layers, newer version",

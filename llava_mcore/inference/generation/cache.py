@@ -11,6 +11,8 @@ r: sequences (rows), s: tokens, n: heads, g: query groups, d: head size.
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -6,6 +6,8 @@ for either than the host needs to launch the kernels one by one.
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

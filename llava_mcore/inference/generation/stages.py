@@ -5,6 +5,8 @@ r: sequences (rows), s: tokens, h: hidden size, v: rows of the vocabulary.
 
 from __future__ import annotations
 
+import llava_mcore.parallel  # noqa: F401  isort: skip  (prepares a machine without CUDA, before megatron.core)
+
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -117,7 +117,7 @@ class LinearAdapter:
             output: [s, b, o], [s / tp, b, o] after a row-parallel layer with sequence parallelism.
             bias: [o], if it is a part of `output`.
             weight: returns the layer's matrix [o, h].
-            activated: what x was computed from, so that x need not be kept.
+            activated: the activation that x is the result of, so that x need not be kept; None: x is kept.
         """
         # A x. With DoRA and dropout the frozen matrix multiplies the dropped x too.
         base: Tensor | None = None

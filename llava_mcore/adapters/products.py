@@ -113,9 +113,9 @@ def block_matrix(
 
 @dataclass(frozen=True)
 class Activated:
-    """What a tensor was computed from, so that it need not be kept for the backward pass.
+    """An activation and its argument, from which the backward pass computes the result again instead of keeping it.
 
-    `activation`: returns the tensor again. `source`: its argument, which the activation keeps anyway.
+    `activation`: returns the result. `source`: its argument, which the activation keeps anyway.
     """
 
     activation: Callable[[Tensor], Tensor]
@@ -125,8 +125,8 @@ class Activated:
 class Down(torch.autograd.Function):
     """A x of all members side by side, [..., r], of x [..., h] and every A [rank, h].
 
-    The backward pass needs x again: it is kept, or computed again from its source, if that is given. The source is a
-    saved tensor like any other: autograd's hooks must see all that is kept (graphs' warm-up drops it).
+    The backward pass needs x: it is kept, or computed again if x is the result of an activation. Then the activation's
+    argument is saved, where autograd's hooks see it: recomputation and the warm-up of graphs rely on them.
     """
 
     @staticmethod

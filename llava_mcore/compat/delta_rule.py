@@ -1,6 +1,7 @@
 """The gated delta rule and its convolution: flash-linear-attention's kernels, and transformers' torch functions.
 
 Also what megatron-core 0.19.2's gated delta net needs to be built without flash-linear-attention, and on the CPU.
+Import `llava_mcore.parallel` first, as for megatron.core itself.
 """
 
 from __future__ import annotations

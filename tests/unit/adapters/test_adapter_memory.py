@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from llava_mcore.adapters import attach
 from llava_mcore.convert.import_hf import import_hf
@@ -71,3 +72,12 @@ def test_outputs_of_activations_are_not_kept(tmp_path: Path, monkeypatch: pytest
         layers[0].mlp(torch.randn(3, 1, layers[0].config.hidden_size, requires_grad=True))
     assert made[0].data_ptr() not in [x.data_ptr() for x in kept]
     assert sources[0].shape in [x.shape for x in kept]  # what the activation itself keeps is half as wide
+    # Late shapes of graphs are recomputed: what Down keeps goes through the checkpoint, and the gradients stay.
+    mlp, x = layers[0].mlp, torch.randn(3, 1, layers[0].config.hidden_size)
+    factors = [p for name, p in trainer.models[0].named_parameters() if ".layers.0.mlp." in name and p.requires_grad]
+    plain, recomputed = mlp(x)[0], checkpoint(mlp, x, use_reentrant=False)[0]
+    assert factors
+    for a, b in zip(
+        torch.autograd.grad(plain.sum(), factors), torch.autograd.grad(recomputed.sum(), factors), strict=True
+    ):
+        assert torch.equal(a, b)
